@@ -216,15 +216,13 @@ def make_tokenizer(fields):
 
 def convert(gguf_path, folder, dtype):
     """A llama-shaped GGUF file -> the files of a Hugging Face model in `folder` (it exists). `dtype`: bf16 or fp32."""
-    from safetensors.torch import save_file
-
     fields, tensors = read_gguf(Path(gguf_path))
     try:
         config = make_config(fields, DTYPES[dtype])
         tokenizer, tokenizer_config = make_tokenizer(fields)
     except KeyError as error:
         raise Stop(f"{Path(gguf_path).name}: GGUF field {error} is missing") from error
-    save_file(make_tensors(tensors, config, DTYPES[dtype]), folder / "model.safetensors", metadata={"format": "pt"})
+    save_weights(make_tensors(tensors, config, DTYPES[dtype]), folder / "model.safetensors")
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", tokenizer_config)
     write_json(folder / "generation_config.json",
@@ -241,7 +239,8 @@ def download(model, folder, dtype):
     import torch
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-    from safetensors.torch import load_file, save_file
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     try:
         snapshot = Path(snapshot_download(
@@ -257,8 +256,13 @@ def download(model, folder, dtype):
     target = getattr(torch, DTYPES[dtype])
     for path in files:
         if path.suffix == ".safetensors":
-            weights = {k: v.to(target) if v.is_floating_point() else v for k, v in load_file(path).items()}
-            save_file(weights, folder / path.name, metadata={"format": "pt"})
+            try:
+                weights = load_file(path)
+            except SafetensorError as error:  # cut short, or a page in its place
+                raise Stop(f"--model {model}: {path} is broken: {first_line(error)}; "
+                           "delete it and run again", code=1) from error
+            weights = {name: w.to(target) if w.is_floating_point() else w for name, w in weights.items()}
+            save_weights(weights, folder / path.name)
         elif path.name == "config.json":
             # both spellings may stand in a released config; what stays must agree with the weights
             config = {k: v for k, v in json.loads(path.read_text(encoding="utf-8")).items() if k != "dtype"}
@@ -277,6 +281,18 @@ def download(model, folder, dtype):
 
 def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def save_weights(weights, path):
+    """{name: tensor} -> .safetensors file. Raises Stop where it cannot be written (a full disk is no OSError there)."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(weights, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        size = sum(w.numel() * w.element_size() for w in weights.values())
+        raise Stop(f"{path}: cannot write {size:,} bytes: {first_line(error)}; nothing was written", code=1) from error
 
 
 def write_json(path, value):
