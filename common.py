@@ -1,0 +1,901 @@
+"""
+What every script shares: errors, flags, run folders and the labbook, tokens and task files, packing and the chunked
+head, number rewards, pass@k and statistics. The method (loss, weights of the tokens, what is rewarded) is not here: it
+stands in the training scripts.
+
+Names, used everywhere: N prompts a step, G samples a prompt, B = N * G rows, T tokens, V vocabulary, C hidden size.
+ids (B, T); mask (B, T), True where the policy sampled the token; logp[:, t] scores ids[:, t + 1].
+"""
+import argparse
+import csv
+import errno
+import fcntl
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import zlib
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Errors: one line that says what was wrong and what to do
+
+class UserError(Exception):
+    """The user can mend it (a flag, a file, a model): one line on stderr, exit code 2."""
+
+
+class RunError(Exception):
+    """The run cannot go on (a loss that is not finite, a dead server): one line on stderr, exit code 1."""
+
+
+def fail_in_one_line(run=None):
+    """Every exception that reaches the top ends in one line and an exit code; a run's record is written first."""
+    def hook(kind, error, trace):
+        if issubclass(kind, UserError):
+            text, code = str(error), 2
+        elif issubclass(kind, KeyboardInterrupt):
+            text, code = "interrupted", 130
+        elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            text, code = f"the disk is full ({error.filename or 'while writing'}); what was written before is whole", 1
+        elif issubclass(kind, (RunError, OSError, torch.OutOfMemoryError)):
+            text, code = " ".join(str(error).split()), 1
+        elif run is None:
+            traceback.print_exception(kind, error, trace)   # a bug: show all of it
+            os._exit(1)
+        else:
+            text, code = f"{kind.__name__}: {' '.join(str(error).split())}", 1
+        if run is not None:
+            text += run.fail(text, "".join(traceback.format_exception(kind, error, trace)))
+        sys.stdout.flush()
+        print(f"{Path(sys.argv[0]).name}: error: {text}", file=sys.stderr, flush=True)
+        os._exit(code)
+    sys.excepthook = hook
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Flags
+
+def number(kind=float, low=None, high=None, above=None, below=None):
+    """An argparse type: a finite number of `kind` in [low, high], or strictly `above` and `below`."""
+    parts = [f">= {low}" if low is not None else "", f"<= {high}" if high is not None else "",
+             f"> {above}" if above is not None else "", f"< {below}" if below is not None else ""]
+    name = " and ".join(p for p in parts if p) or "any"
+
+    def parse(text):
+        try:
+            x = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not {'a whole number' if kind is int else 'a number'} ({name})") from None
+        if not math.isfinite(x) or (low is not None and x < low) or (high is not None and x > high) or (
+                above is not None and x <= above) or (below is not None and x >= below):
+            raise argparse.ArgumentTypeError(f"{text} is out of range ({name})")
+        return x
+    return parse
+
+
+def add_run_flags(parser, task=True):
+    """The plumbing that is the same in every training script: model and task (pretrain.py has none), records."""
+    if task:
+        add_task_flags(parser.add_argument_group("model and task"))
+    g = parser.add_argument_group("records and device")
+    g.add_argument("--seed", type=number(int, 0), default=0, help="seed of training: order of problems and samples")
+    g.add_argument("--output-dir", default=None, help="run folder (default: a fresh one under runs/)")
+    g.add_argument("--labbook", default="labbook.md", help="file that gets this run's records")
+    g.add_argument("--curves", default=None, help="also write the curves as CSV to this file")
+    g.add_argument("--resume", default=None, metavar="RUN", help="go on with this run folder from its last checkpoint")
+    g.add_argument("--save-every", type=number(int, 0), default=25, help="steps between checkpoints (0: last only)")
+    g.add_argument("--keep", type=number(int, 1), default=1, help="checkpoints kept, the last ones")
+    g.add_argument("--notes", default="", help="free text for the record")
+    g.add_argument("--price-per-hour", type=number(float, 0), default=None, help="price of the machine, any currency")
+    g.add_argument("--wandb", action=argparse.BooleanOptionalAction, default=False, help="log to Weights & Biases too")
+    g.add_argument("--device", default="auto", help="cuda, mps, cpu, or auto: the first that is there")
+    g.add_argument("--precision", default="auto", choices=["auto", "fp32", "bf16"],
+                   help="dtype of the products; master weights are fp32 (auto: bf16 on cuda, fp32 elsewhere)")
+
+
+def add_task_flags(g):
+    g.add_argument("--model", default="data/tiny", help="folder in Hugging Face format, or a hub id like org/name")
+    g.add_argument("--task", default="arithmetic", help="task to train and evaluate on (see envs.py)")
+    g.add_argument("--tasks-dir", default=None, help="folder of the task files (default: data/TASK)")
+    g.add_argument("--template", default=None, help="file with a chat template in jinja (default: the tokenizer's)")
+    g.add_argument("--limit", type=number(int, 1), default=60, help="problems of each evaluated split, first ones")
+    g.add_argument("--eval-every", type=number(int, 0), default=0, help="steps between evaluations (0: first and last)")
+    g.add_argument("--eval-n", type=number(int, 0), default=32, help="samples a problem in evaluations (0: none)")
+    g.add_argument("--eval-seed", type=number(int, 0), default=0, help="seed of the evaluations' samples")
+
+
+OLD_NAMES = {"--batch-size": "--prompts-per-step (problems a step) and --num-generations (answers a problem)",
+             "--grad-accum": "--micro-batch-tokens (the memory of a backward pass; the gradient does not depend on it)",
+             "--data-dir": "--tasks-dir", "--learning-rate": "--lr", "--max-completion-length": "--max-new"}
+MAY_CHANGE = ("resume", "max_steps", "device")   # what a resumed run may be given anew
+
+
+def parse_args(parser, argv=None, presets=None):
+    """
+    Parses argv. A preset and the config of a resumed run set defaults only: what is typed wins, but a typed flag that
+    contradicts the resumed run is refused by name. Old names of the documents end in the error that names ours.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for word in argv:
+        if word.split("=")[0] in OLD_NAMES:
+            parser.error(f"{word.split('=')[0]} has another name here: {OLD_NAMES[word.split('=')[0]]}")
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset")
+    first.add_argument("--resume")
+    early, _ = first.parse_known_args(argv)
+    if presets is not None and early.preset == "help":
+        for name, values in presets.items():
+            print(name, " ".join(f"--{k.replace('_', '-')} {v}" for k, v in values.items()))
+        sys.exit(0)
+    if presets and early.preset in presets:
+        parser.set_defaults(**presets[early.preset])
+    known = vars(parser.parse_args([])) if early.resume else {}
+    if early.resume:
+        try:
+            config = json.loads((Path(early.resume) / "config.json").read_text())
+        except (OSError, json.JSONDecodeError) as e:
+            parser.error(f"--resume {early.resume}: no run folder with a config.json ({e})")
+        known = {k: v for k, v in config["args"].items() if k in known}
+        parser.set_defaults(**known)
+    args = parser.parse_args(argv)
+    for key, value in known.items():
+        if key not in MAY_CHANGE and getattr(args, key) != value:
+            parser.error(f"--{key.replace('_', '-')} {getattr(args, key)} differs from the resumed run's {value}; "
+                         f"only --max-steps and --device may change")
+    return args
+
+
+def pick_device(name):
+    """'auto' or a torch device name -> torch.device. A device that is not there is a UserError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"--device {name}: not available here ({str(e).splitlines()[0]})") from e
+    return torch.device(name)
+
+
+def pick_precision(name, device):
+    """-> torch dtype of the products."""
+    return torch.bfloat16 if name == "bf16" or (name == "auto" and device.type == "cuda") else torch.float32
+
+
+def lr_at(step, steps, lr, warmup, schedule):
+    """Learning rate at step 0 .. steps - 1: linear warm-up, then constant, or linear or cosine down to 0."""
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    if schedule == "constant":
+        return lr
+    done = (step - warmup) / max(1, steps - warmup)
+    return lr * (1 - done) if schedule == "linear" else lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def due(done, every, stride=1):
+    """Whether a thing done every `every` steps (0: never) falls on the `stride` steps that end with `done`."""
+    return every > 0 and done % every < stride
+
+
+def make_optimizer(model, lr, weight_decay=0.0):
+    """AdamW on fp32 master weights; betas as usual for policy gradients."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay,
+                             fused=model.device.type == "cuda")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The labbook: Markdown in which every line that begins with { is one record, chained by the hash of the one before
+
+LABBOOK_HEAD = """# Lab book
+
+One line of prose and one JSON line a record; `prev` is the hash of the record before. Appended by the scripts, never
+edited.
+"""
+
+
+def record_hash(line):
+    return hashlib.sha256(line.strip().encode()).hexdigest()[:16]
+
+
+def append_record(path, record, prose):
+    """
+    Appends one record under a lock and flushes it to disk; returns the record with its `prev`. A torn last line, which
+    a process killed while it wrote can leave, was never a record and is cut off first.
+    """
+    try:
+        with open(path, "a+b") as f:
+            fcntl.flock(f, fcntl.LOCK_EX)
+            f.seek(0)
+            text = f.read()
+            whole = text[:text.rfind(b"\n") + 1]
+            if len(whole) < len(text):
+                f.truncate(len(whole))
+            if not whole:
+                f.write(LABBOOK_HEAD.encode())
+            last = [line for line in whole.decode(errors="replace").splitlines() if line.startswith("{")][-1:]
+            record = {"kind": record["kind"], "prev": record_hash(last[0]) if last else "", **record}
+            line = json.dumps(record, ensure_ascii=False, allow_nan=False)
+            f.write(f"\n{' '.join(prose.split())}\n{line}\n".encode())
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError as e:
+        raise UserError(f"--labbook {path}: cannot be written ({e.strerror})") from e
+    return record
+
+
+def read_labbook(path):
+    """-> (records, problems): the records in order, and one sentence for each line that breaks the chain or JSON."""
+    records, problems, prev = [], [], ""
+    for i, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if not line.startswith("{"):
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as e:
+            problems.append(f"{path}:{i}: not a whole record ({e})")
+            prev = record_hash(line)
+            continue
+        if record.get("prev") != prev:
+            problems.append(f"{path}:{i}: `prev` is {record.get('prev')}, the record before has {prev or 'no hash'}: "
+                            f"edited, removed, or the seam of a merge")
+        records.append(record)
+        prev = record_hash(line)
+    return records, problems
+
+
+def sha256_file(path):
+    h = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(1 << 22):
+            h.update(block)
+    return h.hexdigest()
+
+
+def sha256_model(folder):
+    """One hash over the weight files of a folder, in the order of their names."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    hashes = [sha256_file(f) for f in files]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def git_state():
+    """
+    -> {"commit", "dirty"}; dirty ignores labbook.md and runs/, which every run changes. Where the code was copied to a
+    machine without its history, the environment variable NANOPOST_COMMIT names the commit.
+    """
+    def git(*words):
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=20)
+    try:
+        commit = git("rev-parse", "HEAD")
+        if commit.returncode:
+            return {"commit": os.environ.get("NANOPOST_COMMIT"), "dirty": None}
+        dirty = git("status", "--porcelain", "--", ".", ":!labbook.md", ":!runs")
+        return {"commit": commit.stdout.strip()[:12], "dirty": bool(dirty.stdout.strip())}
+    except (OSError, subprocess.TimeoutExpired):
+        return {"commit": None, "dirty": None}
+
+
+def versions():
+    import transformers
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+            "numpy": np.__version__}
+
+
+def device_name(device):
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {platform.machine()}, {torch.get_num_threads()} threads"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A run: its folder, its records, its end
+
+class Run:
+    """
+    One run folder. `start` writes the start record; every way out writes the one `run` record: finish, a failure
+    (through the excepthook), or a stop by SIGINT or SIGTERM, which sets `stopped` for the loop to see.
+    """
+
+    def __init__(self, args, arm):
+        self.args, self.arm, self.started, self.ended, self.stopped = args, arm, False, False, None
+        self.script = Path(sys.argv[0]).stem
+        self.t0, self.wall_before = time.time(), 0.0
+        self.budget = {"prompts": 0, "rollouts": 0, "tokens_sampled": 0, "tokens_trained": 0}
+        self.scores, self.losses, self.last = {}, {}, {}
+        fail_in_one_line(self)
+        if args.resume:
+            self.folder = Path(args.resume)
+        elif args.output_dir:
+            self.folder = Path(args.output_dir)
+            if self.folder.exists():
+                raise UserError(f"--output-dir {self.folder} exists; take another, or --resume {self.folder}")
+        else:
+            stamp = time.strftime("%y%m%d-%H%M%S")
+            name = f"{self.script}-{arm}-{getattr(args, 'task', 'text')}-s{args.seed}-{stamp}"
+            self.folder = ROOT / "runs" / name
+            while self.folder.exists():   # two runs started in one second
+                self.folder = self.folder.with_name(self.folder.name + "x")
+        try:
+            with open(args.labbook, "ab"):
+                pass
+        except OSError as e:
+            raise UserError(f"--labbook {args.labbook}: cannot be written ({e.strerror})") from e
+        for name in ("SIGINT", "SIGTERM"):
+            signal.signal(getattr(signal, name), self._on_signal)
+
+    def _on_signal(self, number, frame):
+        if self.stopped:   # the second one means now
+            raise KeyboardInterrupt
+        self.stopped = signal.Signals(number).name
+        print(f"\n{self.stopped}: the step is finished, then all is saved (once more to stop at once)", flush=True)
+
+    def start(self, model, data, device):
+        """Makes the folder, config.json, a copy of the script, the start record. model: a folder; data: task files."""
+        self.device = device
+        self.model = {"name": self.args.model, "sha256": sha256_model(model)} if model else {"name": None}
+        self.data = [{"path": os.path.relpath(p, ROOT) if Path(p).resolve().is_relative_to(ROOT) else str(p),
+                      "sha256": sha256_file(p), "rows": sum(1 for line in open(p, "rb") if line.strip())} for p in data]
+        script = Path(sys.argv[0]).resolve()
+        config = {"args": vars(self.args), "arm": self.arm, "argv": sys.argv[1:], "git": git_state(),
+                  "versions": versions(), "device": device_name(device), "model": self.model, "data": self.data,
+                  "script_sha256": sha256_file(script)}
+        if self.args.resume:
+            old = json.loads((self.folder / "config.json").read_text())
+            for what, before, now in [("the script", old["script_sha256"], config["script_sha256"]),
+                                      ("the model", old["model"].get("sha256"), self.model.get("sha256"))] + [
+                    (d["path"], b["sha256"], d["sha256"]) for b, d in zip(old["data"], self.data)]:
+                if before != now:
+                    raise UserError(f"--resume {self.folder}: {what} has changed since the run started "
+                                    f"({str(before)[:12]} then, {str(now)[:12]} now)")
+        else:
+            self.folder.mkdir(parents=True)
+            shutil.copy(script, self.folder / script.name)
+            write_json(self.folder / "config.json", config)
+        self.config, self.started = config, True
+        self.wandb = None
+        if self.args.wandb:
+            try:
+                import wandb
+            except ImportError as e:
+                raise UserError("--wandb: the package wandb is not installed (pip install wandb)") from e
+            self.wandb = wandb.init(project="nanopost", name=self.folder.name, config=vars(self.args))
+        append_record(self.args.labbook, self._record("start"),
+                      f"- {time.strftime('%Y-%m-%d %H:%M')} start {self.folder.name}")
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def _record(self, kind, **more):
+        args = {k: v for k, v in vars(self.args).items() if k not in ("resume", "labbook", "curves", "notes")}
+        return {"kind": kind, "run_id": self.folder.name, "parent": None,
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "script": self.script, "arm": self.arm,
+                "task": getattr(self.args, "task", None), "model": self.model, "data": self.data,
+                "seed": self.args.seed, "config": args, **more, "git": self.config["git"],
+                "versions": self.config["versions"], "device": self.config["device"], "notes": self.args.notes}
+
+    def log(self, step, metrics, total, show):
+        """Metrics of a step to metrics.jsonl and the terminal; `show` names what the terminal sees, in order."""
+        self.last = metrics
+        append_jsonl(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
+        line = "  ".join(f"{k} {metrics[k]:.4g}" for k in show if metrics.get(k) is not None)
+        if self.wandb:
+            self.wandb.log(metrics, step=step)
+        if sys.stdout.isatty():
+            from tqdm import tqdm
+            if not hasattr(self, "bar"):
+                self.bar = tqdm(total=total, initial=step - 1, desc=self.arm, dynamic_ncols=True)
+            self.bar.set_postfix_str(line)
+            self.bar.update(1)
+        else:
+            print(f"step {step}/{total}  {line}", flush=True)
+
+    def evaluated(self, step, results):
+        """Keeps one evaluation ({split: result of evaluate()}) in eval.jsonl and in the scores of the record."""
+        append_jsonl(self.folder / "eval.jsonl", [{"step": step, "split": s, **r} for s, r in results.items()])
+        for split, r in results.items():
+            brief = {**{f"pass@{k}": v for k, v in r["pass_at"].items()},
+                     **{f"lenient_pass@{k}": v for k, v in r["lenient_pass_at"].items()},
+                     "se": r["se"], "greedy": r.get("greedy_pass"), "lenient_greedy": r.get("lenient_greedy_pass"),
+                     **{k: r[k] for k in ("mean_length", "truncated", "entropy", "parsable") if k in r}}
+            self.scores.setdefault(split, {})["after" if step else "before"] = brief
+        if hasattr(self, "bar"):
+            self.bar.clear()
+
+    def save(self, step, save_checkpoint):
+        """
+        Writes checkpoint-STEP/ by save_checkpoint(folder), then swings the link `checkpoint` to it and drops the
+        oldest: whoever is killed at any moment finds a whole checkpoint behind the link.
+        """
+        name = f"checkpoint-{step:06d}"
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        save_checkpoint(self.folder / name)
+        link = self.folder / "checkpoint.tmp-link"
+        link.unlink(missing_ok=True)
+        link.symlink_to(name)
+        os.replace(link, self.folder / "checkpoint")
+        for old in sorted(self.folder.glob("checkpoint-??????"))[:-self.args.keep]:
+            shutil.rmtree(old)
+
+    def state(self):
+        return {"budget": self.budget, "wall_s": self.wall_s(), "scores": self.scores}
+
+    def restore(self, step, state):
+        """Back to the state at `step`: rows that later steps wrote are cut from the files, since they come again."""
+        self.budget, self.wall_before, self.scores = state["budget"], state["wall_s"], state["scores"]
+        for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
+            path = self.folder / name
+            if path.exists():
+                lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+                kept = [x for x in lines if x.endswith("\n") and json.loads(x)["step"] <= step]
+                write_text(path, "".join(kept))
+
+    def wall_s(self):
+        return self.wall_before + time.time() - self.t0
+
+    def end(self, status, notes=""):
+        """The one `run` record: into the labbook, and the same into final.json."""
+        cuda = self.device.type == "cuda"
+        scale = 2 ** 20 if platform.system() == "Linux" else 2 ** 30   # ru_maxrss: KiB on Linux, bytes on macOS
+        hours = self.wall_s() / 3600
+        budget = {**self.budget, "wall_s": round(self.wall_s(), 1),
+                  "peak_mem_gib": round(torch.cuda.max_memory_allocated() / 2 ** 30, 3) if cuda else None,
+                  "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale, 3),
+                  "cost": None if self.args.price_per_hour is None else round(hours * self.args.price_per_hour, 4)}
+        record = self._record("run", budget=budget, losses=finite(self.losses), scores=finite(self.scores),
+                              status=status)
+        record["notes"] = " ".join(x for x in (self.args.notes, notes) if x)
+        gains = "; ".join(f"{s} pass@1 {v['before']['pass@1']:.3f} -> {v['after']['pass@1']:.3f}"
+                          for s, v in self.scores.items() if "before" in v and "after" in v)
+        prose = f"- {time.strftime('%Y-%m-%d %H:%M')} {status} {self.folder.name} {gains}"
+        self.ended = True
+        record = append_record(self.args.labbook, record, prose)
+        write_json(self.folder / "final.json", record)
+        if self.wandb:
+            self.wandb.finish()
+        return record
+
+    def finish(self, summary=""):
+        """The end of every script: curves, the record, one summary line, the exit code."""
+        write_curves(self.folder, self.args.curves)
+        self.end("stopped" if self.stopped else "ok", self.stopped or "")
+        if hasattr(self, "bar"):
+            self.bar.close()
+        pairs = [f"{s} pass@1 {v['before']['pass@1']:.3f} -> {v['after']['pass@1']:.3f} (greedy "
+                 f"{v['before']['greedy']:.3f} -> {v['after']['greedy']:.3f})"
+                 for s, v in self.scores.items() if "before" in v and "after" in v]
+        said = "; ".join(pairs + ([summary] if summary else [])) or "done"
+        print(f"{self.stopped + ', all saved: ' if self.stopped else ''}{said}  {self.wall_s():.0f} s  "
+              f"run folder {self.folder}")
+        sys.exit({None: 0, "SIGINT": 130, "SIGTERM": 143}[self.stopped])
+
+    def fail(self, text, trace):
+        """Called by the excepthook -> what to add to the error line."""
+        if not self.started:
+            return ""
+        write_text(self.folder / "error.txt", trace)
+        if not self.ended:
+            self.end("failed", text)
+        where = self.folder / "checkpoint"
+        kept = f"; last good checkpoint: {where.resolve().name}" if where.exists() else "; no checkpoint yet"
+        return f" (run folder {self.folder}{kept})"
+
+
+def finite(x):
+    """NaN and infinity -> None, so that every record is strict JSON."""
+    if isinstance(x, dict):
+        return {k: finite(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [finite(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def write_text(path, text):
+    """Writes beside and renames: the file is the old one or the new one, never half."""
+    tmp = Path(str(path) + ".tmp")
+    with open(tmp, "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(tmp, path)
+
+
+def write_json(path, obj):
+    write_text(path, json.dumps(finite(obj), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def append_jsonl(path, rows):
+    with open(path, "a", encoding="utf-8") as f:
+        f.write("".join(json.dumps(finite(r), ensure_ascii=False, allow_nan=False) + "\n" for r in rows))
+
+
+def read_jsonl(path):
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def write_curves(folder, copy_to=None):
+    """metrics.jsonl and eval.jsonl of a run folder -> curves.csv and curves.png (and the CSV again at copy_to)."""
+    rows = read_jsonl(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+    evals = read_jsonl(folder / "eval.jsonl") if (folder / "eval.jsonl").exists() else []
+    by_step = {r["step"]: dict(r) for r in rows}
+    for e in evals:
+        by_step.setdefault(e["step"], {"step": e["step"]}).update(
+            {f"{e['split']}.pass@{k}": v for k, v in e["pass_at"].items()})
+    names = ["step"] + sorted({k for r in by_step.values() for k in r} - {"step"})
+    for path in [folder / "curves.csv"] + ([Path(copy_to)] if copy_to else []):
+        with open(path, "w", newline="") as f:
+            out = csv.DictWriter(f, names, restval="")
+            out.writeheader()
+            out.writerows(by_step[s] for s in sorted(by_step))
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    panels = [k for k in ("loss", "reward", "no_spread", "length", "entropy", "truncated", "grad_norm")
+              if any(r.get(k) is not None for r in rows)]
+    splits = sorted({e["split"] for e in evals})
+    fig, axes = plt.subplots(1, len(panels) + bool(splits), figsize=(3 * (len(panels) + bool(splits)), 2.6),
+                             squeeze=False)
+    for ax, key in zip(axes[0], panels):
+        ax.plot([r["step"] for r in rows if r.get(key) is not None],
+                [r[key] for r in rows if r.get(key) is not None], linewidth=1)
+        ax.set_title(key, fontsize=9)
+    for split in splits:
+        points = sorted((e["step"], e["pass_at"]["1"]) for e in evals if e["split"] == split)
+        axes[0][-1].plot(*zip(*points), marker="o", label=split)
+        axes[0][-1].set_title("pass@1", fontsize=9)
+        axes[0][-1].legend(fontsize=7)
+    for ax in axes[0]:
+        ax.set_xlabel("step", fontsize=8)
+        ax.tick_params(labelsize=7)
+    fig.tight_layout()
+    fig.savefig(folder / "curves.png", dpi=110)
+    plt.close(fig)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokens: one tokenizer, one function that applies the chat template, one that ends a completion
+
+def load_tokenizer(folder, template=None):
+    """The tokenizer of a model folder. Without a chat template (its own or --template FILE) there are no prompts."""
+    from transformers import AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except Exception as e:   # transformers raises anything from OSError to KeyError here
+        raise UserError(f"{folder}: no tokenizer that transformers can load ({str(e).splitlines()[0]})") from e
+    if template:
+        try:
+            tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+        except OSError as e:
+            raise UserError(f"--template {template}: {e.strerror}") from e
+    if not tokenizer.chat_template:
+        raise UserError(f"{folder}: the tokenizer has no chat template; give one with --template FILE")
+    return tokenizer
+
+
+def encode_prompt(tokenizer, messages):
+    """Chat messages -> ids up to where the answer starts. Every prompt of every script is made here."""
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as e:   # jinja has its own error classes
+        raise UserError(f"the chat template cannot render {json.dumps(messages)[:80]} ({e})") from e
+    return tokenizer(text, add_special_tokens=False)["input_ids"]   # the template wrote the special tokens already
+
+
+def encode_completion(tokenizer, text, eos_id):
+    """An answer as training text -> its ids and the id that ends it."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"] + [eos_id]
+
+
+def prompt_number(name):
+    """A problem's id -> the whole number that its random draws hang on; the same in every process."""
+    return zlib.crc32(name.encode())
+
+
+def order_at(step, per_step, rows, seed):
+    """Indices of the problems of step 0, 1, ...: a fresh shuffle each epoch, computed from the step alone."""
+    first, out, shuffles = step * per_step, [], {}
+    for i in range(first, first + per_step):
+        epoch = i // rows
+        if epoch not in shuffles:
+            shuffles[epoch] = np.random.default_rng([seed, epoch]).permutation(rows)
+        out.append(int(shuffles[epoch][i % rows]))
+    return out
+
+
+def show_row(tokenizer, ids, mask):
+    """One training row as text, trained tokens between [[ and ]]: a wrong mask is seen before it is paid for."""
+    out, inside = [], False
+    for i, m in zip(ids, mask):
+        if bool(m) != inside:
+            out.append("[[" if m else "]]")
+            inside = bool(m)
+        out.append(tokenizer.decode([int(i)]))
+    return "".join(out) + ("]]" if inside else "")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Task files: JSON lines, checked when they are read
+
+def read_rows(path, check, limit=None):
+    """A JSON-lines file -> its rows, each passed through check(row), which raises ValueError with what is wrong."""
+    path, rows = Path(path), []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: cannot be read ({e})") from e
+    for i, line in enumerate(text.split("\n"), 1):   # not splitlines: U+2028 may stand inside a JSON string
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("not a JSON object")
+            check(row)
+        except (ValueError, KeyError, TypeError) as e:
+            reason = f"{e.args[0]} is missing" if isinstance(e, KeyError) else str(e)
+            raise UserError(f"{path}:{i}: {reason}") from e
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{path}: no rows (one JSON object a line is expected)")
+    return rows[:limit]
+
+
+def check_messages(messages, name):
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"`{name}` must be a list of chat messages")
+    for m in messages:
+        if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
+            raise ValueError(f"`{name}` holds {json.dumps(m)[:60]}, expected {{\"role\": ..., \"content\": ...}}")
+
+
+def check_task_row(row):
+    """A task row: {"id", "prompt": [messages], "answer", "task", ...}."""
+    if not isinstance(row["id"], str) or not row["id"]:
+        raise ValueError(f"`id` must be a text, got {row['id']!r}")
+    check_messages(row["prompt"], "prompt")
+    if not isinstance(row["answer"], (str, int)) or isinstance(row["answer"], bool):
+        raise ValueError(f"`answer` must be a text or a whole number, got {row['answer']!r}")
+
+
+def check_textbook_row(row):
+    """A textbook row: {"prompt": [messages], "completion": [one assistant message]}."""
+    check_messages(row["prompt"], "prompt")
+    check_messages(row["completion"], "completion")
+    if not row["completion"][-1]["content"].strip():
+        raise ValueError("`completion` is empty: there is nothing to train on")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Packing, log-probs, and the head in chunks
+
+@dataclass
+class Pack:
+    """Some rows of a batch without padding."""
+    ids: torch.Tensor        # (T,)
+    lengths: list            # of the rows, they sum to T
+    where: torch.Tensor      # (P,) places whose hidden state scores a trained token
+    targets: torch.Tensor    # (P,) that token
+    row: torch.Tensor        # (P,) its row in the batch
+    col: torch.Tensor        # (P,) its column in logp (B, T - 1)
+
+
+def pack_rows(ids, mask, length, rows, device):
+    """ids, mask (B, T), length (B,), rows: row numbers -> Pack on `device`. Rows without a target are fine."""
+    lengths = [int(length[b]) for b in rows]
+    flat = torch.cat([ids[b, :n] for b, n in zip(rows, lengths)])
+    trained = torch.cat([F.pad(mask[b, 1:n], (0, 1)) for b, n in zip(rows, lengths)])   # the last place scores nothing
+    where = trained.nonzero()[:, 0]
+    row = torch.repeat_interleave(torch.tensor(rows), torch.tensor(lengths))[where]
+    col = torch.cat([torch.arange(n) for n in lengths])[where]
+    targets = flat[where + 1] if len(where) else flat[:0]
+    return Pack(flat.to(device), lengths, where.to(device), targets.to(device), row.to(device), col.to(device))
+
+
+def micro_batches(length, rows, tokens):
+    """Splits rows, in order, into groups of at most `tokens` tokens; a longer row stands alone."""
+    groups, size = [], 0
+    for b in rows:
+        n = int(length[b])
+        if not groups or size + n > tokens:
+            groups.append([])
+            size = 0
+        groups[-1].append(b)
+        size += n
+    return groups
+
+
+def output_logits(hidden, weight):
+    """hidden (R, C) times weight (V, C) -> logits (R, V): factors of the hidden dtype, sums and result in fp32."""
+    weight = weight.to(hidden.dtype)
+    if hidden.is_cuda and hidden.dtype != torch.float32 and not torch.is_grad_enabled():
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return F.linear(hidden.float(), weight.float())
+
+
+def chunk_rows(vocab, device):
+    """Rows of logits held at once: 256 MiB of fp32 on a GPU, what fits a cache on a CPU."""
+    return max(64, (2 ** 26 if device.type == "cuda" else 2 ** 21) // vocab)
+
+
+@torch.no_grad()
+def head_backward(hidden, weight, targets, fn, temperature=1.0, full=False, chunk=None):
+    """
+    The output head, its loss and their gradients, a chunk of positions at a time: the logits of all positions at once
+    would be the largest tensor of the step by far, and the gradient of a chunk can be taken as soon as it is made.
+
+    hidden (P, C): states that score `targets` (P,). fn(logp, entropy, rows) sees one chunk: logp (R,) of the targets at
+    `temperature`, entropy (R,) in nats without gradient, rows: the slice of P. With full=True it sees fn(logits, rows),
+    logits (R, V) already divided by the temperature. It returns the chunk's summed loss and a dict of summed metrics.
+    All weights must be fixed before the walk, so that the gradient does not depend on the split.
+
+    Adds to weight.grad, and returns the gradient of hidden (P, C) and the sums of the metrics; the caller ends with
+    hidden.backward(gradient), one pass through the body.
+    """
+    chunk = chunk or chunk_rows(weight.shape[0], hidden.device)
+    grad, sums = torch.zeros_like(hidden), {}
+    w = weight.detach().to(hidden.dtype)
+    if weight.requires_grad and weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    for start in range(0, hidden.shape[0], chunk):
+        rows = slice(start, min(start + chunk, hidden.shape[0]))
+        h = hidden[rows].detach()
+        z = output_logits(h, w).div_(temperature)                                # (R, V) fp32
+        if full:
+            with torch.enable_grad():
+                z.requires_grad_()
+                loss, metrics = fn(z, rows)
+                dz = torch.autograd.grad(loss, z)[0]
+        else:
+            lse = z.logsumexp(-1)
+            logp = z.gather(1, targets[rows, None])[:, 0] - lse                  # (R,)
+            p = (z - lse[:, None]).exp_()
+            entropy = lse - (p * z).sum(-1)
+            with torch.enable_grad():
+                logp.requires_grad_()
+                loss, metrics = fn(logp, entropy, rows)
+                g = torch.autograd.grad(loss, logp)[0]
+            # d logp_target / dz = onehot(target) - p
+            dz = p.mul_(-g[:, None]).scatter_add_(1, targets[rows, None], g[:, None])
+        dz = dz.div_(temperature).to(hidden.dtype)
+        grad[rows] = dz @ w
+        if weight.requires_grad:
+            weight.grad += (dz.t() @ h).to(weight.grad.dtype)
+        for k, v in metrics.items():
+            sums[k] = sums.get(k, 0) + v.detach()
+    return grad, sums
+
+
+@torch.no_grad()
+def score(model, rollout, temperature=1.0, tokens=16384):
+    """
+    Log-probs and entropies (nats) that `model` gives the sampled tokens of a rollout (ids, mask (B, T), length (B,)):
+    (B, T - 1) fp32 each on the CPU, 0 where mask[:, 1:] is False. `tokens` go through the body at once.
+    """
+    ids, mask, length = rollout.ids, rollout.mask, rollout.length
+    logp, entropy = torch.zeros(ids.shape[0], ids.shape[1] - 1), torch.zeros(ids.shape[0], ids.shape[1] - 1)
+    for rows in micro_batches(length, range(ids.shape[0]), tokens):
+        p = pack_rows(ids, mask, length, rows, model.device)
+        hidden = model(p.ids, p.lengths)[p.where]
+        chunk = chunk_rows(model.head_weight.shape[0], model.device)
+        for s in range(0, len(p.targets), chunk):
+            all_logp = (output_logits(hidden[s:s + chunk], model.head_weight) / temperature).log_softmax(-1)
+            places = (p.row[s:s + chunk].cpu(), p.col[s:s + chunk].cpu())
+            logp[places] = all_logp.gather(1, p.targets[s:s + chunk, None])[:, 0].cpu()
+            entropy[places] = -(all_logp.exp() * all_logp).sum(-1).cpu()
+    return logp, entropy
+
+
+def at(values, pack):
+    """values (B, T - 1), or None -> its entries at the trained places of a pack (P,), on the pack's device."""
+    return None if values is None else values[pack.row.cpu(), pack.col.cpu()].to(pack.ids.device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers: reading an answer, and comparing it
+
+NUMBER = re.compile(r"""
+    (?P<sign>[-+−]?)\s?[$€£]?(?P<sign2>[-−]?)\s?                        # -3, -$40, $-40
+    (?: \\[dt]?frac\{\s*(?P<fn>-?\d+)\s*\}\{\s*(?P<fd>\d+)\s*\}         # \frac{3}{4}
+      | (?P<int>\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?P<dec>\.\d+)?            # 1,234.5
+        (?:\s?/\s?(?P<den>\d+(?:\.\d+)?)(?![\d/]))?                     # 1/2
+      | (?P<bare>\.\d+) )""", re.VERBOSE)                               # .5
+
+
+def to_fraction(m):
+    """A match of NUMBER -> Fraction, or None for a division by zero."""
+    if m["fn"] is not None:
+        top, bottom = Fraction(m["fn"]), Fraction(m["fd"])
+    else:
+        top = Fraction(m["bare"] if m["bare"] else m["int"].replace(",", "") + (m["dec"] or ""))
+        bottom = Fraction(m["den"] or 1)
+    if bottom == 0:
+        return None
+    negative = (m["sign"] in ("-", "−")) != (m["sign2"] in ("-", "−"))
+    return (-top if negative else top) / bottom
+
+
+def read_number(text):
+    """The number a text starts with, as a Fraction; None when it starts with something else."""
+    m = NUMBER.match(text.lstrip(" \t*`_=:\\(["))
+    return to_fraction(m) if m else None
+
+
+def strict_answer(text):
+    """The marked answer: the number behind the last `####`, on its line. None when there is no mark or no number."""
+    if "####" not in text:
+        return None
+    return read_number(text.rpartition("####")[2].split("\n")[0])
+
+
+def lenient_answer(text):
+    """The marked answer, else the last \\boxed{...}, else the last number anywhere. None when there is no number."""
+    found = strict_answer(text)
+    if found is None and "\\boxed{" in text:
+        found = read_number(text.rpartition("\\boxed{")[2])
+    if found is None:
+        # a hyphen behind a letter or digit joins words ("part-2", "7-3"): it is no minus sign
+        numbers = list(NUMBER.finditer(re.sub(r"(?<=[\w)])[-−](?=[$\d])", " ", text)))
+        found = to_fraction(numbers[-1]) if numbers else None
+    return found
+
+
+def same_number(a, b, tolerance=Fraction(1, 10 ** 6)):
+    return a is not None and b is not None and abs(a - b) <= tolerance
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# pass@k and statistics
+
+def pass_at_k(n, c, k):
+    """1 - C(n - c, k) / C(n, k): the chance that k of the n samples, c of them right, hold a right one (2107.03374)."""
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n; got n {n}, c {c}, k {k}")
+    return 1.0 - math.prod((n - c - i) / (n - i) for i in range(k)) if n - c >= k else 1.0
+
+
+def mean_and_se(values):
+    """Mean over problems and its standard error; the error is None for fewer than two problems."""
+    x = np.asarray(values, float)
+    return float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else None
+
+
+def paired_difference(before, after):
+    """Mean and standard error over problems of after - before, the same problems in the same order."""
+    if len(before) != len(after):
+        raise ValueError(f"paired values must come from the same problems; got {len(before)} and {len(after)}")
+    return mean_and_se(np.asarray(after, float) - np.asarray(before, float))
+
+
+def interval(values, seed=0, repeats=2000):
+    """
+    95% interval of the mean of values in [0, 1] over problems -> (low, high, kind). The bootstrap resamples problems,
+    not samples. Near 0 and 1 it covers too little (few problems carry all the spread), so outside [.1, .9] it is the
+    Wilson score interval on the number of problems, which for values between 0 and 1 is on the safe side.
+    """
+    x = np.asarray(values, float)
+    mean, n = float(x.mean()), len(x)
+    if 0.1 <= mean <= 0.9 and n > 1:
+        picks = np.random.default_rng(seed).integers(0, n, (repeats, n))
+        low, high = np.quantile(x[picks].mean(1), [0.025, 0.975])
+        return float(low), float(high), "bootstrap"
+    z = 1.959964
+    middle = (mean + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half), "wilson"

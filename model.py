@@ -1,0 +1,441 @@
+"""
+The transformer: one decoder-only network for the Llama, SmolLM2, Qwen2.5 and Qwen3 shapes.
+
+    h = embed(ids)
+    for each layer:  h = h + attention(rmsnorm(h));  h = h + swiglu(rmsnorm(h))
+    logits = head(rmsnorm(h))
+
+Every module is named as in the Hugging Face checkpoint, so that loading and saving need no map of names. The forward
+pass takes packed sequences (one after the other, no padding) and returns hidden states; the head is applied by
+common.py, in chunks. The residual stream is fp32 and every product runs in `compute_dtype`: with bf16 that is what
+autocast does, written out, and engine.py repeats the same steps, so that sampler and trainer see the same numbers.
+
+Left out on purpose: dropout, sliding windows, rope scaling, mixtures of experts. A config that asks for one is refused.
+"""
+import json
+import math
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from common import UserError
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The shape: what config.json says, checked
+
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of the network. `raw` is config.json as it was read; it is written back when the model is saved."""
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    raw: dict = field(repr=False, compare=False, default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, raw, where="config.json"):
+        """config.json as a dict -> Config. A feature that this file does not have is refused by name (UserError)."""
+        archs = raw.get("architectures") or []
+        if not archs:
+            raise UserError(f"{where}: no `architectures`; expected one of {', '.join(ARCHITECTURES)}")
+        if archs[0] not in ARCHITECTURES:
+            raise UserError(f"{where}: architecture {archs[0]} is not supported; expected one of "
+                            f"{', '.join(ARCHITECTURES)}")
+        kind = ARCHITECTURES[archs[0]]
+        # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        refused = {
+            "rope scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
+            "partial rotary": float(raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1) != 1,
+            "sliding window": bool(raw.get("use_sliding_window"))
+            or any(t != "full_attention" for t in raw.get("layer_types") or [])
+            or (kind == "llama" and bool(raw.get("sliding_window"))),
+            "mlp_bias": bool(raw.get("mlp_bias")),
+            "attention dropout": bool(raw.get("attention_dropout")),
+            f"hidden_act {raw.get('hidden_act')}": raw.get("hidden_act", "silu") != "silu",
+            "mixture of experts": any(raw.get(k) for k in ("num_experts", "num_local_experts", "n_routed_experts")),
+            "quantization": bool(raw.get("quantization_config")),
+        }
+        for name, asked in refused.items():
+            if asked:
+                raise UserError(f"{where}: {archs[0]} with {name} is not supported")
+        try:
+            heads = int(raw["num_attention_heads"])
+            config = cls(
+                model_type=kind, vocab_size=int(raw["vocab_size"]), hidden_size=int(raw["hidden_size"]),
+                intermediate_size=int(raw["intermediate_size"]), num_hidden_layers=int(raw["num_hidden_layers"]),
+                num_attention_heads=heads, num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
+                head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
+                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+                rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+                max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
+                tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+                qkv_bias=kind == "qwen2" or bool(raw.get("attention_bias", False)),
+                o_bias=kind != "qwen2" and bool(raw.get("attention_bias", False)),
+                qk_norm=kind == "qwen3", raw=dict(raw))
+        except KeyError as e:
+            raise UserError(f"{where}: {e.args[0]} is missing") from e
+        if config.num_attention_heads % config.num_key_value_heads:
+            raise UserError(f"{where}: {config.num_attention_heads} query heads are no multiple of "
+                            f"{config.num_key_value_heads} key/value heads")
+        return config
+
+
+def llama_config(vocab_size, hidden_size, layers, heads, kv_heads, intermediate_size, context=1024, theta=10000.0,
+                 eos=None, pad=None):
+    """The config of a new Llama-shaped model with a tied head, as the dict that config.json will hold."""
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab_size,
+            "hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": hidden_size // heads,
+            "hidden_act": "silu", "max_position_embeddings": context, "rms_norm_eps": 1e-6, "rope_theta": theta,
+            "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "initializer_range": 0.02,
+            "bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The parts
+
+def rms_norm(x, weight, eps, dtype):
+    """x (..., C) -> x / rms(x) * weight, summed in fp32 and returned in `dtype`."""
+    return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(dtype)
+
+
+def rope_angles(positions, head_dim, theta):
+    """positions (T,) -> cos and sin (T, head_dim / 2), fp32. Rotary embedding: arXiv 2104.09864, equation 34."""
+    freq = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angle = positions.float()[:, None] * freq
+    return angle.cos(), angle.sin()
+
+
+def apply_rope(x, cos, sin):
+    """x (T, H, D) rotated in the half-split layout of the Hugging Face checkpoints (pairs are i and i + D/2)."""
+    x1, x2 = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:   # a torch without it: the loop below serves every device
+    varlen_attn = None
+# torch 2.11 takes grouped heads by their count alone; 2.12 and later want to be asked
+VARLEN_GQA = {"enable_gqa": True} if varlen_attn and "enable_gqa" in varlen_attn.__code__.co_varnames else {}
+
+
+def packed_attention(q, k, v, lengths, cu):
+    """
+    Causal attention inside each packed sequence. q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D).
+    lengths: the sequences' lengths, Python ints that sum to T; cu (S + 1,) int32, their running sum on the device.
+    """
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and varlen_attn is not None:
+        longest = max(lengths)
+        return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0), **VARLEN_GQA)
+    # One small causal product a sequence. On CPU a block-diagonal mask over the pack is 15 times slower.
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    out = [F.scaled_dot_product_attention(a.transpose(0, 1)[None], b.transpose(0, 1)[None], c.transpose(0, 1)[None],
+                                          is_causal=True)[0].transpose(0, 1)
+           for a, b, c in zip(q.split(lengths), k.split(lengths), v.split(lengths))]
+    return torch.cat(out)
+
+
+class Linear(nn.Linear):
+    """A linear layer that multiplies in the dtype of its input; the master weight keeps its own."""
+
+    def forward(self, x):
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.q_proj = Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=c.qkv_bias)
+        self.k_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.qkv_bias)
+        self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.qkv_bias)
+        self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(c.head_dim), RMSNorm(c.head_dim)
+        self.c = c
+
+    def forward(self, x, cos, sin, lengths, cu):
+        c = self.c
+        q = self.q_proj(x).view(-1, c.num_attention_heads, c.head_dim)       # (T, Hq, D)
+        k = self.k_proj(x).view(-1, c.num_key_value_heads, c.head_dim)       # (T, Hkv, D)
+        v = self.v_proj(x).view(-1, c.num_key_value_heads, c.head_dim)
+        if c.qk_norm:   # Qwen3 normalises each head before the rotation
+            q = rms_norm(q, self.q_norm.weight, c.rms_norm_eps, q.dtype)
+            k = rms_norm(k, self.k_norm.weight, c.rms_norm_eps, k.dtype)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        return self.o_proj(packed_attention(q, k, v, lengths, cu).flatten(1))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
+        self.input_layernorm = RMSNorm(c.hidden_size)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size)
+        self.eps = c.rms_norm_eps
+
+    def forward(self, h, cos, sin, lengths, cu, dtype):
+        h = h + self.self_attn(rms_norm(h, self.input_layernorm.weight, self.eps, dtype), cos, sin, lengths, cu)
+        return h + self.mlp(rms_norm(h, self.post_attention_layernorm.weight, self.eps, dtype))
+
+
+class Body(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(Layer(c) for _ in range(c.num_hidden_layers))
+        self.norm = RMSNorm(c.hidden_size)
+
+
+class Transformer(nn.Module):
+    """
+    model(ids, lengths) -> hidden states (T, C) after the last norm, in `compute_dtype`.
+
+    ids (T,) int64: sequences one after the other; lengths: their lengths, Python ints that sum to T. The logits are
+    `common.output_logits(hidden, model.head_weight)`.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.model = Body(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.compute_dtype = torch.float32
+        self.checkpointing = False   # recompute each layer in the backward pass: less memory, a third more arithmetic
+        self.eos_ids = ()            # every id that ends a completion; filled by load_model
+
+    @property
+    def head_weight(self):
+        """The output matrix (V, C): the embedding itself when the head is tied."""
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @property
+    def device(self):
+        return self.model.embed_tokens.weight.device
+
+    def num_params(self):
+        return sum(p.numel() for p in self.parameters())
+
+    def forward(self, ids, lengths):
+        if ids.ndim != 1 or sum(lengths) != ids.numel():
+            raise ValueError(f"ids must be packed (T,) with lengths that sum to T; got {tuple(ids.shape)}, "
+                             f"lengths sum to {sum(lengths)}")
+        sizes = torch.tensor(lengths, device=ids.device)
+        ends = sizes.cumsum(0)
+        cu = F.pad(ends, (1, 0)).int()
+        positions = torch.arange(ids.numel(), device=ids.device) - torch.repeat_interleave(
+            ends - sizes, sizes, output_size=ids.numel())
+        cos, sin = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+        h = self.model.embed_tokens(ids).float()   # (T, C)
+        for layer in self.model.layers:
+            args = (h, cos, sin, lengths, cu, self.compute_dtype)
+            if self.checkpointing and torch.is_grad_enabled():
+                h = torch.utils.checkpoint.checkpoint(layer, *args, use_reentrant=False)
+            else:
+                h = layer(*args)
+        return rms_norm(h, self.model.norm.weight, self.config.rms_norm_eps, self.compute_dtype)
+
+
+def init_weights(model, seed):
+    """N(0, 0.02), and 0.02 / sqrt(2 layers) for the two projections that write into the residual stream (GPT-2)."""
+    gen = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if p.ndim < 2:
+            continue   # norms stay at 1, biases at 0
+        std = 0.02 / math.sqrt(2 * model.config.num_hidden_layers) if name.endswith(
+            ("o_proj.weight", "down_proj.weight")) else 0.02
+        with torch.no_grad():
+            p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=gen))
+    for name, p in model.named_parameters():
+        if name.endswith(".bias"):
+            nn.init.zeros_(p)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Loading and saving
+
+def find_folder(name):
+    """A folder in Hugging Face format, or a hub id that is downloaded (once) -> Path of the folder."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise UserError(f"--model {name}: no such folder (expected a folder with config.json and model.safetensors, "
+                        f"or a hub id like org/name)")
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    except Exception as e:   # the hub client has a dozen error classes; each of them means the same to the user
+        raise UserError(f"--model {name}: neither a local folder nor a model that the hub gives "
+                        f"({type(e).__name__}: {str(e).splitlines()[0]})") from e
+
+
+def read_json(path):
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise UserError(f"{path.parent}: no {path.name} (is this a model folder in Hugging Face format?)") from e
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: not valid JSON ({e})") from e
+
+
+def read_tensors(folder):
+    """All tensors of model.safetensors, or of the shards that model.safetensors.index.json lists -> {name: tensor}."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted(set(read_json(index)["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    tensors = {}
+    for file in files:
+        if not (folder / file).exists():
+            raise UserError(f"{folder}: {file} is missing")
+        try:
+            with safe_open(folder / file, framework="pt") as f:
+                tensors.update({k: f.get_tensor(k) for k in f.keys()})
+        except (SafetensorError, OSError) as e:
+            raise UserError(f"{folder / file}: cannot be read ({e})") from e
+    return tensors
+
+
+def load_model(name, dtype=torch.float32, device="cpu", compute_dtype=None):
+    """
+    A folder or hub id -> Transformer with weights of `dtype` on `device`. Every tensor of the checkpoint must have a
+    place of its shape and every place a tensor: what is missing, extra or misshapen is named in a UserError.
+    """
+    folder = find_folder(str(name))
+    config = Config.from_dict(read_json(folder / "config.json"), where=f"{folder}/config.json")
+    with torch.device("meta"):
+        model = Transformer(config)
+    want, got = model.state_dict(), read_tensors(folder)
+    got = {k: v for k, v in got.items() if not k.endswith("rotary_emb.inv_freq")}   # derived; old files carry it
+    if config.tie_word_embeddings and "lm_head.weight" in got:
+        # some checkpoints repeat the tied head; two copies that differ would be two models
+        if not torch.equal(got.pop("lm_head.weight"), got.get("model.embed_tokens.weight", torch.empty(0))):
+            raise UserError(f"{folder}: tie_word_embeddings is true but lm_head.weight differs from the embedding")
+    for problem, names in (("missing", want.keys() - got.keys()), ("unexpected", got.keys() - want.keys())):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UserError(f"{folder}: {problem} tensor {', '.join(sorted(names)[:3])}{more}")
+    for key, tensor in got.items():
+        if tensor.shape != want[key].shape:
+            raise UserError(f"{folder}: {key} has shape {list(tensor.shape)}, config.json asks for "
+                            f"{list(want[key].shape)}")
+    model.load_state_dict({k: v.to(device=device, dtype=dtype) for k, v in got.items()}, assign=True)
+    model.compute_dtype = compute_dtype or dtype
+    generation = folder / "generation_config.json"
+    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+    eos = config.raw.get("eos_token_id") if eos is None else eos
+    model.eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+    return model
+
+
+def new_model(raw_config, seed, device="cpu"):
+    """A model of random weights from a config dict (see llama_config)."""
+    config = Config.from_dict(raw_config)
+    model = Transformer(config)
+    init_weights(model, seed)
+    eos = raw_config.get("eos_token_id")
+    model.eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    return model.to(device)
+
+
+def save_model(model, folder, tokenizer=None, dtype=None):
+    """
+    Writes config.json, model.safetensors, generation_config.json and the tokenizer into `folder`, so that
+    transformers loads it unchanged. Written beside and renamed, so that a folder of that name is always whole.
+    """
+    folder = Path(folder)
+    tmp = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    dtype = dtype or next(model.parameters()).dtype
+    # clone: engine.py keeps some weights as views of one fused tensor, which a checkpoint must not share
+    state = {k: v.detach().to(device="cpu", dtype=dtype).clone().contiguous() for k, v in model.state_dict().items()}
+    save_file(state, tmp / "model.safetensors", metadata={"format": "pt"})
+    raw = {k: v for k, v in model.config.raw.items() if k not in ("torch_dtype", "transformers_version")}
+    raw["dtype"] = str(dtype).removeprefix("torch.")
+    (tmp / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    generation = {"eos_token_id": list(model.eos_ids) if len(model.eos_ids) != 1 else model.eos_ids[0],
+                  "bos_token_id": raw.get("bos_token_id"), "pad_token_id": raw.get("pad_token_id")}
+    (tmp / "generation_config.json").write_text(
+        json.dumps({k: v for k, v in generation.items() if v not in (None, [])}, indent=2) + "\n")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(tmp)
+    for file in tmp.iterdir():   # the rename below must not become durable before the bytes are
+        with open(file, "rb") as f:
+            os.fsync(f.fileno())
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(tmp, folder)
+
+
+def save_checkpoint(folder, model, tokenizer, optimizer, state):
+    """The model in Hugging Face format, and resume.pt with the optimizer and `state` (a dict of plain values)."""
+    save_model(model, folder, tokenizer)
+    tmp = Path(folder) / "resume.pt.tmp"
+    torch.save({"optimizer": optimizer.state_dict(), **state}, tmp)
+    with open(tmp, "rb") as f:
+        os.fsync(f.fileno())
+    os.replace(tmp, Path(folder) / "resume.pt")
+
+
+def load_checkpoint(folder, model, optimizer):
+    """Weights and optimizer back, on whatever device the model is now -> the saved state."""
+    folder = Path(folder)
+    if not (folder / "resume.pt").exists():
+        raise UserError(f"--resume: {folder} holds no resume.pt (the run was stopped before its first checkpoint)")
+    saved = torch.load(folder / "resume.pt", map_location="cpu", weights_only=True)
+    weights = read_tensors(folder)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(weights[name])
+    optimizer.load_state_dict(saved.pop("optimizer"))
+    return saved

@@ -1,0 +1,323 @@
+"""
+GRPO: sample a group of answers to each problem, and push the policy towards those that beat their group.
+
+    A_i = (r_i - mean(r)) / std(r)                                        over the G answers of one problem
+    J   = mean_i mean_t min(rho_it A_i, clip(rho_it, 1 - eps, 1 + eps) A_i) - beta KL_it
+    rho_it = pi(y_it) / pi_old(y_it)                                      arXiv 2402.03300, equations 3 and 4
+
+With one update a rollout (the default) rho is exactly 1 and the clip is inert: the loss is then a policy gradient with
+a baseline, its value is near 0 by construction, and what tells that something is learned is the gradient's norm and
+the reward. No value network, no learned reward, no replay. Groups whose answers all have one reward have no advantage
+and, without a KL term, are not even computed; they stay in the denominator.
+
+The arms differ in reward and advantage alone:
+
+    grpo                   r = 1 when right, else 0
+    grpo_length_penalty    r = 1 - lam L when right, else 0; L = tokens / --max-new. lam < 1, so that a right answer
+                           never falls below a wrong one. Where a whole group is right, dividing by the std cancels
+                           lam: every strength then gives the same advantages.
+
+Laptop:  python train_grpo.py --arm grpo_length_penalty --lam 0.5
+GPU:     python train_grpo.py --model data/smollm2 --task gsm8k --lr 1e-6 --max-new 256 --max-steps 200
+Ends with a line like  "heldout-same pass@1 0.352 -> 0.600 (greedy 0.500 -> 0.717)  run folder runs/train_grpo-..."
+"""
+import argparse
+import copy
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+import common
+from common import RunError, number
+from engine import Engine
+from envs import get_task, play
+from eval_passk import evaluate_splits
+from model import find_folder, load_checkpoint, load_model, save_checkpoint
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Arms: what is rewarded (N, G), and how a reward becomes an advantage (N, G)
+
+
+def reward_right(right, length, args):
+    return right.float()
+
+
+def reward_short(right, length, args):
+    """1 - lam L when right, else 0. right (N, G) bool, length (N, G) tokens. A truncated answer is wrong, so L < 1."""
+    return right.float() * (1 - args.lam * length / args.max_new)
+
+
+def group_advantage(reward):
+    """(r - mean) / std in each group, exactly 0 where a group has no spread. reward (N, G); at most sqrt(G - 1)."""
+    centred = reward - reward.mean(1, keepdim=True)
+    spread = (reward != reward[:, :1]).any(1, keepdim=True)
+    std = centred.square().mean(1, keepdim=True).sqrt()
+    return torch.where(spread, centred / std.clamp(min=1e-12), 0.0)
+
+
+#       arm                    reward         advantage         normalisation of the loss
+ARMS = {"grpo":                (reward_right, group_advantage, "sequence"),
+        "grpo_length_penalty": (reward_short, group_advantage, "sequence")}
+ARM_FLAGS = {"lam": ["grpo_length_penalty"]}   # flag -> the arms that read it; to any other arm it is an error
+
+PRESETS = {   # settings only; what is typed wins
+    "qwen-1.5b": {"model": "Qwen/Qwen2.5-1.5B-Instruct", "task": "gsm8k", "prompts_per_step": 8, "num_generations": 8,
+                  "max_steps": 200, "lr": 1e-6, "max_new": 512, "eval_n": 32, "limit": 100, "eval_every": 25},
+    "qwen3-1.7b": {"model": "Qwen/Qwen3-1.7B", "task": "arithmetic", "prompts_per_step": 4, "num_generations": 8,
+                   "max_steps": 120, "lr": 1e-5, "beta": 0.04, "kl_estimator": "k3", "max_new": 1024},
+}
+
+
+def get_args(argv=None):
+    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p.add_argument("--arm", default="grpo", choices=ARMS, help="what is rewarded and compared")
+    p.add_argument("--preset", choices=[*PRESETS, "help"], help="settings of a document, as defaults (help: list them)")
+    p.add_argument("--lam", type=number(float, 0), help="strength of the length penalty, 0 <= lam < 1")
+    p.add_argument("--eps", type=number(float, above=0, below=1), default=0.2, help="clip of the ratio")
+    p.add_argument("--ratio", default="token", choices=["token", "answer"],
+                   help="ratio of each token, or geometric mean over the answer (GSPO, arXiv 2507.18071)")
+    p.add_argument("--beta", type=number(float, 0), default=0.0, help="weight of the KL to the start of the run (nats)")
+    p.add_argument("--kl-estimator", default="k2", choices=["k1", "k2", "k3", "exact"],
+                   help="k2: gradient of the reverse KL on policy; k1: no pull on average; k3: biased; exact: all of V")
+    p.add_argument("--kl-everywhere", action=argparse.BooleanOptionalAction, default=True,
+                   help="the KL term acts on groups without spread too")
+    p.add_argument("--loss-norm", default=None, choices=["sequence", "token", "constant"],
+                   help="mean over tokens, then answers; over all tokens; sum / (answers * max-new) (default: arm's)")
+    p.add_argument("--max-steps", type=number(int, 0), default=100, help="optimizer steps in all")
+    p.add_argument("--prompts-per-step", type=number(int, 1), default=8, help="problems a rollout")
+    p.add_argument("--num-generations", type=number(int, 2), default=8, help="answers a problem, one group")
+    p.add_argument("--updates-per-rollout", type=number(int, 1), default=1, help="optimizer steps on each rollout")
+    p.add_argument("--micro-batch-tokens", type=number(int, 1), default=16384, help="tokens of one backward pass")
+    p.add_argument("--max-new", type=number(int, 1), default=256, help="sampled tokens an answer at most")
+    p.add_argument("--stop", nargs="*", default=[], help="strings that end an answer, besides the model's end tokens")
+    p.add_argument("--temperature", type=number(float, above=0), default=1.0, help="of sampling and log-probs")
+    p.add_argument("--slots", type=number(int, 1), default=64, help="sequences decoded at once")
+    p.add_argument("--lr", type=number(float, 0), default=None, help="learning rate (default: for data/tiny only)")
+    p.add_argument("--warmup", type=number(int, 0), default=5, help="steps of linear warm-up")
+    p.add_argument("--schedule", default="constant", choices=["constant", "linear", "cosine"], help="after warm-up")
+    p.add_argument("--grad-clip", type=number(float, above=0), default=1.0, help="largest norm of the gradient")
+    common.add_run_flags(p)
+    args = common.parse_args(p, argv, PRESETS)
+    for flag, arms in ARM_FLAGS.items():
+        if getattr(args, flag) is not None and args.arm not in arms:
+            p.error(f"--{flag} is read by --arm {' and '.join(arms)}, not by {args.arm}")
+        if getattr(args, flag) is None and args.arm in arms:
+            p.error(f"--arm {args.arm} needs --{flag}, for example --{flag} 0.5")
+    if args.lam is not None and args.lam >= 1:
+        p.error(f"--lam {args.lam:g} must stay under 1 (0.5 works): from 1 on, a long right answer can score below a "
+                f"wrong one, and the policy learns to guess short")
+    if args.max_steps % args.updates_per_rollout:
+        p.error(f"--max-steps {args.max_steps} must be a multiple of --updates-per-rollout {args.updates_per_rollout} "
+                f"({args.max_steps - args.max_steps % args.updates_per_rollout} works)")
+    if args.lr is None and args.model != "data/tiny":
+        p.error(f"--lr has a default for data/tiny only; for {args.model} give --lr (1e-6 is usual for all "
+                f"weights of a 0.1B to 2B model) or --preset")
+    return args
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The loss
+
+def token_weights(norm, length, max_new):
+    """The weight of each token of each answer (B,), fixed for the whole step. length (B,): sampled tokens."""
+    B = len(length)
+    if norm == "sequence":
+        return 1.0 / (B * length.float())                # mean over an answer's tokens, then over answers
+    if norm == "token":
+        return torch.full((B,), 1.0 / float(length.sum()))
+    return torch.full((B,), 1.0 / (B * max_new))         # Dr. GRPO (arXiv 2503.20783): no division by the length
+
+
+def policy_loss(logp, logp_old, adv, weight, eps):
+    """The clipped surrogate, summed; all (R,), a token each. -> loss, and whether the clip took the gradient (R,)."""
+    ratio = (logp - logp_old).exp()
+    kept, clipped = ratio * adv, ratio.clamp(1 - eps, 1 + eps) * adv
+    return -(weight * torch.minimum(kept, clipped)).sum(), clipped < kept
+
+
+def kl_terms(estimator, logp, logp_ref):
+    """Estimates of KL(policy, reference) at sampled tokens (R,), in nats. http://joschu.net/blog/kl-approx.html"""
+    d = logp - logp_ref
+    return {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[estimator]
+
+
+@dataclass
+class Places:
+    """What the loss needs to know of the P trained places of a pack, one entry a place."""
+    adv: torch.Tensor
+    weight: torch.Tensor
+    sampler: torch.Tensor               # log-prob recorded by the sampler: only compared, never in the gradient
+    old: torch.Tensor | None = None     # log-prob before the rollout's first update; None: that is now, the ratio is 1
+    ref: torch.Tensor | None = None     # log-prob under the start of the run
+    answer_ratio: torch.Tensor | None = None   # log ratio of the whole answer, in place of the token's
+
+
+def grpo_loss(logp, at, b, args):
+    """One chunk's loss: logp (R,) of the places b[at] -> summed loss, and summed metrics."""
+    old = logp.detach() if b.old is None else b.old[at]
+    if b.answer_ratio is not None:   # the answer's ratio in value, this token's share in gradient
+        old = logp.detach() - b.answer_ratio[at]
+    loss, clipped = policy_loss(logp, old, b.adv[at], b.weight[at], args.eps)
+    sums = {"clip_frac": clipped.sum(), "mismatch": (logp - b.sampler[at]).abs().sum(),
+            "tokens": logp.new_tensor(len(logp))}
+    if b.ref is not None:
+        kl = kl_terms(args.kl_estimator, logp, b.ref[at])
+        loss, sums["kl"] = loss + args.beta * (b.weight[at] * kl).sum(), kl.sum()
+    return loss, {**sums, "loss": loss}
+
+
+def grpo_loss_exact(logits, logits_ref, targets, at, b, args):
+    """The same with the KL over the whole vocabulary: logits and logits_ref (R, V) at the temperature."""
+    all_logp, all_ref = logits.log_softmax(-1), logits_ref.log_softmax(-1)
+    loss, sums = grpo_loss(all_logp.gather(1, targets[:, None])[:, 0], at, b, args)
+    kl = (all_logp.exp() * (all_logp - all_ref)).sum(-1)                                     # (R,) nats
+    loss = loss + args.beta * (b.weight[at] * kl).sum()
+    return loss, {**sums, "kl": kl.sum(), "loss": loss}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+if __name__ == "__main__":
+    common.fail_in_one_line()
+    args = get_args()
+    make_reward, advantage, arm_norm = ARMS[args.arm]
+    norm, lr = args.loss_norm or arm_norm, 1e-4 if args.lr is None else args.lr
+    run = common.Run(args, args.arm)
+
+    device = common.pick_device(args.device)
+    folder = find_folder(args.model)
+    tokenizer = common.load_tokenizer(folder, args.template)
+    model = load_model(folder, device=device, compute_dtype=common.pick_precision(args.precision, device))
+    task = get_task(args.task, args.tasks_dir)
+    problems = task.load(task.train)
+    optimizer = common.make_optimizer(model, lr)
+    reference = copy.deepcopy(model).requires_grad_(False) if args.beta else None
+    exact = reference is not None and args.kl_estimator == "exact"
+    engine = Engine(model, tokenizer, slots=args.slots)
+    run.start(folder, [task.path(s) for s in (task.train, *task.splits)], device)
+
+    first = 0
+    if args.resume:
+        state = load_checkpoint(run.folder / "checkpoint", model, optimizer)
+        first = state["step"]
+        run.restore(first, state["run"])
+
+    def evaluate():
+        return evaluate_splits(engine, tokenizer, task, args.limit, args.eval_n, args.max_new, args.eval_seed,
+                               args.stop)
+
+    def save(step):
+        run.save(step, lambda to: save_checkpoint(to, model, tokenizer, optimizer, {"step": step, "run": run.state()}))
+
+    rows_a_step = args.prompts_per_step * args.num_generations
+    print(f"{run.folder}\n{model.num_params() / 1e6:.2f}M parameters on {common.device_name(device)}, products in "
+          f"{str(model.compute_dtype)[6:]}, fp32 masters; {len(problems)} problems, "
+          f"{args.prompts_per_step} x {args.num_generations} = {rows_a_step} answers a step, lr {lr:g}, {norm} mean"
+          + (", one update a rollout: the ratio is 1 and the clip inert" if args.updates_per_rollout == 1 else ""))
+    if first == 0 and args.eval_n:
+        run.evaluated(0, evaluate())
+
+    # ------------------------------------------------------------------------------------------------------------------
+    for step in range(first, args.max_steps, args.updates_per_rollout):
+        # rollout: N problems, G answers each
+        t0 = time.time()
+        batch = [problems[i] for i in common.order_at(step // args.updates_per_rollout, args.prompts_per_step,
+                                                      len(problems), args.seed)]
+        played = play(engine, tokenizer, task, batch, args.num_generations, max_new=args.max_new, entropy=True,
+                      temperature=args.temperature, seed=args.seed, step=step, stop=args.stop)
+        r = played.rollout
+        t1 = time.time()
+
+        # advantages
+        reward = make_reward(played.right, played.length, args)                 # (N, G)
+        adv = advantage(reward)                                                 # (N, G)
+        flat_adv = adv.flatten().to(device)                                     # (B,)
+        weight = token_weights(norm, played.length.flatten(), args.max_new).to(device)
+        # rows that cannot give a gradient are left out of the backward pass, not of the mean
+        rows = (torch.ones_like(adv) if args.beta and args.kl_everywhere else adv).flatten().nonzero()[:, 0].tolist()
+        if step == first:
+            print(common.show_row(tokenizer, r.ids[0, :r.length[0]], r.mask[0, :r.length[0]]))
+
+        # update: backward passes over as many rows as fit, then one optimizer step for all of them
+        again = args.updates_per_rollout > 1
+        logp_old = common.score(model, r, args.temperature)[0] if again else None            # (B, T - 1)
+        logp_ref = common.score(reference, r, args.temperature)[0] if reference and not exact else None
+        for update in range(args.updates_per_rollout):
+            answer_ratio = None
+            if update and args.ratio == "answer":   # log of the geometric mean of the answer's token ratios, (B,)
+                now = common.score(model, r, args.temperature)[0]
+                answer_ratio = ((now - logp_old).sum(1) / r.mask.sum(1)).to(device)
+            sums = {}
+            for group in common.micro_batches(r.length, rows, args.micro_batch_tokens):
+                p = common.pack_rows(r.ids, r.mask, r.length, group, device)
+                b = Places(adv=flat_adv[p.row], weight=weight[p.row], sampler=common.at(r.logp, p),
+                           old=common.at(logp_old, p) if update else None, ref=common.at(logp_ref, p),
+                           answer_ratio=None if answer_ratio is None else answer_ratio[p.row])
+                hidden = model(p.ids, p.lengths)[p.where]                                    # (P, C)
+                if exact:
+                    with torch.no_grad():
+                        hidden_ref = reference(p.ids, p.lengths)[p.where]
+                    grad, part = common.head_backward(
+                        hidden, model.head_weight, p.targets, lambda z, at: grpo_loss_exact(
+                            z, common.output_logits(hidden_ref[at], reference.head_weight) / args.temperature,
+                            p.targets[at], at, b, args), args.temperature, full=True)
+                else:
+                    grad, part = common.head_backward(
+                        hidden, model.head_weight, p.targets, lambda logp, entropy, at: grpo_loss(logp, at, b, args),
+                        args.temperature)
+                hidden.backward(grad)
+                for k, v in part.items():
+                    sums[k] = sums.get(k, 0) + float(v)
+            grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip))
+            if not math.isfinite(grad_norm + sums.get("loss", 0.0)):
+                bad = run.folder / f"bad-batch-{step + 1}.pt"
+                torch.save({"ids": r.ids, "mask": r.mask, "length": r.length, "adv": adv, "sums": sums}, bad)
+                raise RunError(f"step {step + 1}: loss {sums.get('loss')}, gradient norm {grad_norm}: not finite; the "
+                               f"batch is in {bad}")
+            for g in optimizer.param_groups:
+                g["lr"] = common.lr_at(step + update, args.max_steps, lr, args.warmup, args.schedule)
+            if rows:   # no group with spread: no gradient, and momentum alone should not move the weights
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        t2 = time.time()
+
+        # record
+        done = step + args.updates_per_rollout
+        tokens, trained = int(played.length.sum()), sums.get("tokens", 0) or 1
+        run.budget["prompts"] += args.prompts_per_step
+        run.budget["rollouts"] += rows_a_step
+        run.budget["tokens_sampled"] += tokens
+        run.budget["tokens_trained"] += int(sums.get("tokens", 0)) * args.updates_per_rollout
+        run.losses = {"last": sums.get("loss")}
+        run.log(done, {
+            "reward": reward.mean().item(), "right": played.right.float().mean().item(),
+            "lenient": played.lenient.float().mean().item(), "no_spread": (adv == 0).all(1).float().mean().item(),
+            "truncated": played.truncated.float().mean().item(), "length": tokens / rows_a_step,
+            "entropy": r.entropy[r.mask[:, 1:]].mean().item(), "kl": sums["kl"] / trained if "kl" in sums else None,
+            "clip_frac": sums.get("clip_frac", 0.0) / trained, "mismatch": sums.get("mismatch", 0.0) / trained,
+            "grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"], "loss": sums.get("loss", 0.0),
+            "tokens_per_s": tokens / (t1 - t0), "rollout_s": t1 - t0, "learn_s": t2 - t1},
+            total=args.max_steps, show=("reward", "no_spread", "truncated", "length", "entropy", "kl", "grad_norm",
+                                        "tokens_per_s", "loss"))
+        common.append_jsonl(run.folder / "samples.jsonl", [
+            {"step": done, "id": batch[b // args.num_generations]["id"], "sample": b % args.num_generations,
+             "ids": r.ids[b, :r.length[b]].tolist(), "prompt_length": int(r.prompt_length[b]),
+             "mask": r.mask[b, :r.length[b]].int().tolist(), "text": played.texts[b], "finish": r.finish[b],
+             "reward": reward.flatten()[b].item(), "adv": flat_adv[b].item(), **played.grades[b]}
+            for b in range(rows_a_step)])
+
+        # save, then eval
+        last = done >= args.max_steps or run.stopped
+        if last or common.due(done, args.save_every, args.updates_per_rollout):
+            save(done)
+        if run.stopped:
+            break
+        if args.eval_n and not last and common.due(done, args.eval_every, args.updates_per_rollout):
+            run.evaluated(done, evaluate())
+
+    # ------------------------------------------------------------------------------------------------------------------
+    if args.eval_n and not run.stopped:
+        run.evaluated(args.max_steps, evaluate())
+    run.finish()
