@@ -123,11 +123,25 @@ def round_up(x, multiple):
 # ----------------------------------------------------------------------------------------------------------------------
 # Small parts
 
-def residual(h, x, weight, bias):
-    """h (R, C) fp32 + x W^T (+ bias): on CPU in fp32 one call; in bf16 the product is rounded first, as in model.py."""
-    if x.dtype == torch.float32 and bias is None:
-        return torch.addmm(h, x, weight.t())
-    return h + F.linear(x, weight, bias)
+def project(h, x, linear, norm, eps, dtype):
+    """h (R, C) fp32 + linear(x) -> the new h and its normalised form, the input of the next product."""
+    weight, bias = linear
+    if dtype == torch.float32 and bias is None:
+        h = torch.addmm(h, x, weight.t())   # one call
+    else:
+        h = h + F.linear(x, weight, bias)   # bf16: the product is rounded before it is added, as in model.py
+    return h, rms_norm(h, norm, eps, dtype)
+
+
+def rotate(x, cos, sin):
+    """x (R, H, D), cos and sin (R, 1, D) with sin's first half negative: the half-split rotation of model.py."""
+    x32 = x.float()
+    return torch.addcmul(x32 * cos, x32.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
+def swiglu(gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def flash_works(config, dtype, device):
@@ -281,38 +295,33 @@ class Engine:
             self.cu_q = torch.arange(slots + 1, dtype=torch.int32, device=d)
             self.cu_k = self.cu_q * (c.num_key_value_heads * length)
 
-    def key_value_rows(self, layer):
-        """The cache of one layer as rows: keys and values, each (S * Hkv * T, D)."""
-        return self.kv[0, layer].view(-1, self.kv.shape[-1]), self.kv[1, layer].view(-1, self.kv.shape[-1])
-
     # The network ------------------------------------------------------------------------------------------------------
 
-    def blocks(self, ids, cos, sin, rows, attend):
+    def blocks(self, ids, pos, rows, attend):
         """
-        ids (R,), cos and sin (R, 1, D), rows (R * Hkv,): where each new key goes in the cache -> residual stream (R, C)
-        after the last layer. attend(layer, q, k, v) -> (R, Hq * D). The same steps as model.Transformer.forward.
+        ids, pos (R,): tokens and their positions; rows (R * Hkv,): where each new key goes in the cache -> hidden
+        states (R, C) after the last norm. attend(layer, q, k, v) -> (R, Hq * D). The steps of Transformer.forward.
         """
-        c, eps = self.model.config, self.model.config.rms_norm_eps
+        c, eps, dtype = self.model.config, self.model.config.rms_norm_eps, self.dtype
         hq, hkv, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        cos, sin = self.cos[pos], self.sin[pos]   # (R, 1, D)
         h = F.embedding(ids, self.embed).float()
+        x = rms_norm(h, self.layers[0].norm1, eps, dtype)
         for i, w in enumerate(self.layers):
-            x = rms_norm(h, w.norm1, eps, self.dtype)
             qkv = F.linear(x, *w.qkv).view(-1, hq + 2 * hkv, d)
             qk, v = qkv[:, :hq + hkv], qkv[:, hq + hkv:]
             if c.qk_norm:
-                qk = torch.cat((rms_norm(qk[:, :hq], w.q_norm, eps, self.dtype),
-                                rms_norm(qk[:, hq:], w.k_norm, eps, self.dtype)), dim=1)
-            qk = qk.float()
-            # half-split rotation: x * cos + (second half, first half) * (-sin, sin)
-            qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin).to(self.dtype)
+                qk = torch.cat((rms_norm(qk[:, :hq], w.q_norm, eps, dtype),
+                                rms_norm(qk[:, hq:], w.k_norm, eps, dtype)), dim=1)
+            qk = rotate(qk, cos, sin)
             q, k = qk[:, :hq], qk[:, hq:]
-            keys, values = self.key_value_rows(i)
-            keys.index_copy_(0, rows, k.reshape(-1, d))
-            values.index_copy_(0, rows, v.reshape(-1, d))
-            h = residual(h, attend(i, q, k, v), *w.o)
-            gate, up = F.linear(rms_norm(h, w.norm2, eps, self.dtype), *w.gate_up).chunk(2, dim=-1)
-            h = residual(h, F.silu(gate) * up, *w.down)
-        return h
+            self.kv[0, i].view(-1, d).index_copy_(0, rows, k.reshape(-1, d))
+            self.kv[1, i].view(-1, d).index_copy_(0, rows, v.reshape(-1, d))
+            h, x = project(h, attend(i, q, k, v), w.o, w.norm2, eps, dtype)
+            last = i + 1 == len(self.layers)
+            h, x = project(h, swiglu(F.linear(x, *w.gate_up)), w.down, self.norm if last else self.layers[i + 1].norm1,
+                           eps, dtype)
+        return x
 
     @torch.inference_mode()
     def extend(self, jobs):
@@ -355,7 +364,7 @@ class Engine:
                         self.kv[1, i, s, :, :start + n][None], attn_mask=seen, enable_gqa=True)[0].transpose(0, 1))
                 return torch.cat(out).flatten(1)
         rows = (self.base[slot] + pos[:, None]).view(-1)
-        self.blocks(ids, self.cos[pos], self.sin[pos], rows, attend)
+        self.blocks(ids, pos, rows, attend)
 
     def flash_attention(self, layer, q, cu_q, cu_k, max_q, used, causal):
         """Reads slots in place: cu_k holds where each row's slot begins, `used` how many tokens of it count."""
@@ -394,8 +403,7 @@ class Engine:
                     return torch.matmul(torch.softmax(score, dim=-1), values).view(rows, -1)
                 return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias).reshape(rows, -1)
         where = (self.base[:rows] + pos[:, None]).view(-1)
-        h = self.blocks(token, self.cos[pos], self.sin[pos], where, attend)
-        logits = output_logits(rms_norm(h, self.norm, c.rms_norm_eps, self.dtype), self.head)
+        logits = output_logits(self.blocks(token, pos, where, attend), self.head)
         u = self.u[j, :rows].view(-1) if isinstance(j, int) else self.u.index_select(0, j)[0, :rows]
         token, logp, ent = sample_tokens(logits, u, temperature, greedy, entropy)
         for out, value in ((self.out_token, token), (self.out_logp, logp), (self.out_entropy, ent)):
