@@ -139,6 +139,17 @@ def rotate(x, cos, sin):
     return torch.addcmul(x32 * cos, x32.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
+def load_kernels():
+    """engine_cuda.py where Triton is installed (it comes with torch for CUDA), else None."""
+    try:
+        import engine_cuda
+    except ImportError as e:
+        if not (e.name or "").startswith("triton"):
+            raise
+        return None
+    return engine_cuda
+
+
 def swiglu(gate_up):
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -219,6 +230,7 @@ class Engine:
         self.embed = self.take([body.embed_tokens], body.embed_tokens.weight.dtype)
         self.head = self.take([body.embed_tokens if c.tie_word_embeddings else self.model.lm_head], dtype)
         self.flash = self.device.type == "cuda" and dtype != fp32 and flash_works(c, dtype, self.device)
+        self.fused = load_kernels() if self.flash else None   # engine_cuda, or None for the plain path
 
     def take(self, modules, dtype, name="weight"):
         """
@@ -304,10 +316,20 @@ class Engine:
         """
         c, eps, dtype = self.model.config, self.model.config.rms_norm_eps, self.dtype
         hq, hkv, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        cos, sin = self.cos[pos], self.sin[pos]   # (R, 1, D)
         h = F.embedding(ids, self.embed).float()
+        norms = [w.norm1 for w in self.layers[1:]] + [self.norm]   # what follows each layer
+        if self.fused:
+            add_norm, rotate_store, act = self.fused.add_norm, self.fused.rotate_store, self.fused.swiglu
+            x = add_norm(h, None, self.layers[0].norm1, eps, dtype)
+            for i, (w, norm) in enumerate(zip(self.layers, norms)):
+                q = rotate_store(F.linear(x, *w.qkv), self.kv[0, i], self.kv[1, i], pos, rows, self.cos, self.sin,
+                                 (w.q_norm, w.k_norm) if c.qk_norm else None, eps, hq, hkv)
+                x = add_norm(h, F.linear(attend(i, q, None, None), *w.o), w.norm2, eps, dtype)
+                x = add_norm(h, F.linear(act(F.linear(x, *w.gate_up)), *w.down), norm, eps, dtype)
+            return x
+        cos, sin = self.cos[pos], self.sin[pos]   # (R, 1, D)
         x = rms_norm(h, self.layers[0].norm1, eps, dtype)
-        for i, w in enumerate(self.layers):
+        for i, (w, norm) in enumerate(zip(self.layers, norms)):
             qkv = F.linear(x, *w.qkv).view(-1, hq + 2 * hkv, d)
             qk, v = qkv[:, :hq + hkv], qkv[:, hq + hkv:]
             if c.qk_norm:
@@ -318,9 +340,7 @@ class Engine:
             self.kv[0, i].view(-1, d).index_copy_(0, rows, k.reshape(-1, d))
             self.kv[1, i].view(-1, d).index_copy_(0, rows, v.reshape(-1, d))
             h, x = project(h, attend(i, q, k, v), w.o, w.norm2, eps, dtype)
-            last = i + 1 == len(self.layers)
-            h, x = project(h, swiglu(F.linear(x, *w.gate_up)), w.down, self.norm if last else self.layers[i + 1].norm1,
-                           eps, dtype)
+            h, x = project(h, swiglu(F.linear(x, *w.gate_up)), w.down, norm, eps, dtype)
         return x
 
     @torch.inference_mode()
@@ -345,15 +365,15 @@ class Engine:
         pos_host = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths)])
         pos = torch.from_numpy(pos_host).to(self.device)
         cu = torch.tensor(np.cumsum([0] + lengths), dtype=torch.int32, device=self.device)
-        if not any(starts):
-            def attend(i, q, k, v):
-                return packed_attention(q, k, v, lengths, cu).flatten(1)
-        elif self.flash:
+        if self.flash:
             cu_k = torch.tensor(slots + [0], dtype=torch.int32, device=self.device) * self.cu_k[1]
             used = torch.tensor([s + n for s, n in zip(starts, lengths)], dtype=torch.int32, device=self.device)
 
             def attend(i, q, k, v):
                 return self.flash_attention(i, q, cu, cu_k, max(lengths), used, causal=True)
+        elif not any(starts):
+            def attend(i, q, k, v):
+                return packed_attention(q, k, v, lengths, cu).flatten(1)
         else:
             def attend(i, q, k, v):
                 out = []
@@ -384,7 +404,10 @@ class Engine:
         c = self.model.config
         hkv, group, d = c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads, c.head_dim
         token, pos = self.state[0, :rows], self.state[1, :rows]
-        if self.flash:
+        if self.fused and rows * hkv >= 128:   # a program a slot and head; fewer leave the GPU idle, flash splits them
+            def attend(i, q, k, v):
+                return self.fused.attend(q, self.kv[0, i], self.kv[1, i], pos)
+        elif self.flash:
             used = (pos + 1).int()
 
             def attend(i, q, k, v):
@@ -404,6 +427,9 @@ class Engine:
                 return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias).reshape(rows, -1)
         where = (self.base[:rows] + pos[:, None]).view(-1)
         logits = output_logits(self.blocks(token, pos, where, attend), self.head)
+        if self.fused:
+            return self.fused.sample(logits, self.u, self.state, j, self.out_token, self.out_logp, self.out_entropy,
+                                     temperature, greedy, self.kv.shape[4] - 1)
         u = self.u[j, :rows].view(-1) if isinstance(j, int) else self.u.index_select(0, j)[0, :rows]
         token, logp, ent = sample_tokens(logits, u, temperature, greedy, entropy)
         for out, value in ((self.out_token, token), (self.out_logp, logp), (self.out_entropy, ent)):
@@ -704,7 +730,7 @@ class Rows:
         tokens = int(self.sampled.sum())
         stats = {"tokens_sampled": tokens, "prompt_tokens": int(self.prompt_length.sum()),
                  "injected_tokens": int(self.injected.sum()), **stats, "tokens_per_s": tokens / stats["wall_s"],
-                 "attention": "flash" if engine.flash else "fold"}
+                 "path": "fused kernels" if engine.fused else "flash" if engine.flash else "plain"}
         tensor = torch.from_numpy
         return Rollout(ids=tensor(self.ids[:, :t].copy()), mask=tensor(self.mask[:, :t].copy()),
                        length=tensor(self.length), prompt_length=tensor(self.prompt_length),
