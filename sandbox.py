@@ -38,6 +38,7 @@ import datetime
 import decimal
 import errno
 import fractions
+import gc
 import json
 import linecache
 import math
@@ -59,6 +60,7 @@ import time
 import traceback
 import types
 import unittest
+import _sitebuiltins
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 
@@ -373,6 +375,9 @@ def recv_frame(sock, cap):
 # The kernel's side: system calls, namespaces, Landlock, seccomp
 
 libc = ctypes.CDLL(None, use_errno=True)
+# fork(2) with the interpreter's lock held, past os.fork: its hooks (locks of threads that a server does not have, a fresh seed)
+# cost 200 page faults in every child, a tenth of its time.
+fork = ctypes.PyDLL(None).fork
 CLONE = dict(ns=0x20000, uts=0x4000000, ipc=0x8000000, user=0x10000000, pid=0x20000000, net=0x40000000)
 RDONLY, NOSUID, NODEV, NOEXEC, BIND, REC, PRIVATE = 1, 2, 4, 8, 0x1000, 0x4000, 0x40000
 SPARE_UID = 65521  # systemd's list of ids keeps 65520 to 65533 unused; within the 65536 ids of most containers
@@ -530,54 +535,71 @@ def landlock_rules():
     return rules
 
 
-def bpf(pid):
+PID = 0x7FFFFFF1  # stands for the candidate's own id in its seccomp program
+
+
+def bpf(pid=PID):
     """The seccomp program of a candidate: bytes of struct sock_filter."""
     column, arch, last, rseq = ARCHES[platform.machine()]
-    load, equal, greater, at_least, any_bit, ret = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
-    allow, eperm, enosys, kill = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x80000000
-    program = [(load, 0, 0, 4), (equal, 1, 0, arch), (ret, 0, 0, kill), (load, 0, 0, 0)]
+    load, jump, equal, at_least, any_bit, ret = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
+    allow, eperm, enosys, kill = [(ret, 0, 0, code) for code in (0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x80000000)]
+
+    def argument(index, values, inside, outside):
+        # by whether the low word of the argument is one of values
+        return [(load, 0, 0, 16 + 8 * index)] + [step for v in values for step in ((equal, 0, 1, v), inside)] + [outside]
+
+    blocks = {numbers[column]: [eperm] for numbers in DENIED.values() if numbers[column] >= 0}
+    blocks |= {number: [allow] for number in (*NEWER, rseq)}
+    special = {
+        # threads only, and no namespace
+        "clone": [(load, 0, 0, 16), (any_bit, 0, 2, 0x10000), (any_bit, 1, 0, sum(CLONE.values()) | 0x2000000), allow, eperm, eperm],
+        "kill": argument(0, (pid,), allow, eperm),
+        "tgkill": argument(0, (pid,), allow, eperm),
+        "prlimit64": argument(0, (pid, 0), allow, eperm),
+        # streams only: a datagram end could send to any socket on the host
+        "socketpair": argument(1, (1, 1 | 0x800, 1 | 0x80000, 1 | 0x80800), allow, eperm),
+        # get or set the name, name memory, read dumpable and capabilities. Not the parent-death signal.
+        "prctl": argument(0, (15, 16, 0x53564D41, 3, 23, 39), allow, eperm),
+        # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY and their ioctls signal others; TIOCSTI types on a terminal
+        "fcntl": argument(1, (8, 10, 15, 1024, 1026), eperm, allow),
+        "ioctl": argument(1, (0x8901, 0x8902, 0x5452, 0x5412, 0x541C), eperm, allow)}
+    blocks |= {CALLS[name][column]: block for name, block in special.items()}
+    # Intervals of call numbers, then a binary search over them: the kernel walks the program once for every number there is,
+    # each time that a candidate installs it.
+    starts = [(0, [allow])]
+    for number in sorted(blocks):
+        if starts[-1][0] == number:
+            starts.pop()
+        starts += [(number, blocks[number]), (number + 1, [allow if number < last else enosys])]
     if arch == 0xC000003E:
-        program += [(at_least, 0, 1, 0x40000000), (ret, 0, 0, kill)]  # x32 numbers
-    for numbers in DENIED.values():
-        if numbers[column] >= 0:
-            program += [(equal, 0, 1, numbers[column]), (ret, 0, 0, eperm)]
-    for number in (*NEWER, rseq):
-        program += [(equal, 0, 1, number), (ret, 0, 0, allow)]
-    program += [(greater, 0, 1, last), (ret, 0, 0, enosys)]
+        starts.append((0x40000000, [kill]))  # x32 numbers
 
-    def argument(name, index, values, inside, outside):
-        # if the call is `name`: return `inside` when the low word of its argument is one of values, else `outside`
-        tests = [step for v in values for step in ((equal, 0, 1, v), (ret, 0, 0, inside))]
-        body = [(load, 0, 0, 16 + 8 * index)] + tests + [(ret, 0, 0, outside)]
-        program.extend([(equal, 0, len(body), CALLS[name][column])] + body)
+    def search(table):
+        if len(table) == 1:
+            return table[0][1]
+        low, high = search(table[:len(table) // 2]), search(table[len(table) // 2:])
+        return [(at_least, 0, 1, table[len(table) // 2][0]), (jump, 0, 0, len(low))] + low + high
 
-    # clone makes threads only, and no namespace
-    program += [(equal, 0, 6, CALLS["clone"][column]), (load, 0, 0, 16), (any_bit, 0, 2, 0x10000),
-                (any_bit, 1, 0, sum(CLONE.values()) | 0x2000000), (ret, 0, 0, allow), (ret, 0, 0, eperm), (ret, 0, 0, eperm)]
-    for name in ("kill", "tgkill", "prlimit64"):  # itself only; 0 is a whole process group to kill, but the caller to prlimit
-        argument(name, 0, (pid, 0) if name == "prlimit64" else (pid,), allow, eperm)
-    # socketpair: streams only. A datagram end could be sent to any socket on the host.
-    argument("socketpair", 1, (1, 1 | 0x800, 1 | 0x80000, 1 | 0x80800), allow, eperm)
-    # prctl: get or set the name, name memory, read dumpable and capabilities. Not: the parent-death signal.
-    argument("prctl", 0, (15, 16, 0x53564D41, 3, 23, 39), allow, eperm)
-    # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY and their ioctls send signals to others; TIOCSTI types on a terminal
-    argument("fcntl", 1, (8, 10, 15, 1024, 1026), eperm, allow)
-    argument("ioctl", 1, (0x8901, 0x8902, 0x5452, 0x5412, 0x541C), eperm, allow)
-    program.append((ret, 0, 0, allow))
+    program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)] + search(starts)
     return b"".join(struct.pack("HBBI", *step) for step in program)
 
 
-def install_filter(program):
-    """prctl(PR_SET_SECCOMP). Needs no_new_privs. There is no way back."""
-    steps = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(steps))
-    libcall("prctl(PR_SET_SECCOMP)", libc.prctl, 22, 2, ctypes.create_string_buffer(header, len(header)), 0, 0)
+class Filter:
+    """A seccomp program, made once; install() puts it on the calling process, which needs no_new_privs. There is no way back."""
+
+    def __init__(self, program):
+        self.steps = ctypes.create_string_buffer(program, len(program))
+        self.header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(self.steps))
+        self.places = [i for i in range(4, len(program), 8) if program[i:i + 4] == struct.pack("I", PID)]
+
+    def install(self):
+        for place in self.places:
+            struct.pack_into("I", self.steps, place, os.getpid())
+        libcall("prctl(PR_SET_SECCOMP)", libc.prctl, 22, 2, self.header, 0, 0)
 
 
 def drop_capabilities():
-    for cap in range(64):
-        if libc.prctl(24, ctypes.c_ulong(cap), 0, 0, 0) == -1:  # EINVAL ends the list; EPERM: no right to drop, and none to gain
-            break
+    # The bounding set needs no care: it counts at exec only, which is refused.
     header, none = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *[0] * 6)
     libcall("capset", libc.capset, header, none)
 
@@ -1044,10 +1066,6 @@ ROLES = {"call": call_role, "serve": serve_role, "tests": tests_role, "run": run
 def forked_main(linked):
     """Descriptors: 0 stdin, 1 and 2 output, 3 the channel to the parent, 4 the link between tests and candidate if any."""
     code = 1
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", 1, "utf-8", closefd=False)  # 1: line by line, a killed program leaves its output
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
-    sys.argv = [""]
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=3)
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=4) if linked else None
     job = recv_frame(channel, 1 << 30)
@@ -1075,6 +1093,7 @@ class Server:
             return
         if sys.platform != "linux" or platform.machine() not in ARCHES:
             raise OSError(errno.ENOSYS, f"no table of system calls for {sys.platform} {platform.machine()}", "seccomp")
+        self.filter = Filter(bpf())
         self.proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
         if tier == "ns":
             self.enter_namespaces()
@@ -1118,8 +1137,9 @@ class Server:
         poll = select.poll()
         poll.register(handle, select.POLLIN)
         while not poll.poll(1000):
-            if os.getppid() != parent:
-                break  # the trainer is gone; the children of its children may still hold our socket open
+            if os.getppid() != parent:  # the trainer is gone; a fork of it may still hold our socket open
+                os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
         os._exit(0)
 
     def serve(self):
@@ -1164,12 +1184,15 @@ class Server:
         finally:
             ended = []
             for pid, _ in children:
+                alive = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
                 try:
                     (os.killpg if self.tier == "unsafe" else os.kill)(pid, signal.SIGKILL)
                 except (ProcessLookupError, PermissionError):
                     pass
                 _, status, usage = os.wait4(pid, 0)
-                ended.append([os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024])
+                # a candidate that is still there when its tests have ended did nothing wrong
+                code = 0 if alive and not reply["reason"] else os.waitstatus_to_exitcode(status)
+                ended.append([code, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024])
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
@@ -1182,7 +1205,7 @@ class Server:
         reader, writer = os.pipe()
         if self.pidns is not None:
             unshare("pid")
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             code = 1
             try:
@@ -1254,7 +1277,7 @@ class Server:
         libcall("prctl(PR_SET_PDEATHSIG)", libc.prctl, 1, signal.SIGKILL, 0, 0, 0)
         if self.tier == "landlock" and os.getppid() != self.pid:
             os._exit(1)
-        install_filter(bpf(os.getpid()))
+        self.filter.install()
 
     def wait(self, children, deadline, limits):
         """Until the last child ends: '' then, else why it must be killed."""
@@ -1308,10 +1331,24 @@ def describe_step(error):
     return f"{type(error).__name__}: {error}"
 
 
-# What solutions use, so that each fork has it. asyncio, ssl and the like are left out: their memory would slow every fork.
-PRELOAD = """abc array bisect calendar cmath collections collections.abc contextlib copy dataclasses datetime decimal enum
-fractions functools hashlib heapq inspect io itertools json math numbers operator pprint random re statistics string struct
-textwrap threading time types typing unicodedata unittest unittest.mock uuid zlib""".split()
+# What solutions use, so that each fork has it. asyncio, and unittest.mock which imports it, are left out: their memory would
+# slow every fork.
+PRELOAD = """abc bisect collections collections.abc contextlib copy dataclasses datetime decimal enum fractions functools
+heapq io itertools json math numbers operator random re string struct textwrap threading time types typing unittest""".split()
+
+
+def warm_up():
+    """Runs what every fork will run, so that caches and specialised bytecode are there and a fork need not write to their pages."""
+    ours, theirs = socket.socketpair()
+    job = {"role": "call", "source": "def f(a, b):\n    return [a, b]\n", "entry": None, "calls": [[1, 2]] * 4}
+    for _ in range(20):
+        send_frame(ours, job)
+        call_role(theirs, None, recv_frame(theirs, 1 << 20))
+        ours.recv(65536)
+    ours.close()
+    theirs.close()
+    del sys.modules["candidate"]
+    linecache.clearcache()
 
 
 def server_main(fd, tier):
@@ -1319,12 +1356,20 @@ def server_main(fd, tier):
     try:
         for name in PRELOAD:
             __import__(name)
+        builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D")  # which -S leaves out
         libc.mallopt(-8, 1) if sys.platform == "linux" else None  # one arena: each costs 64 MiB of address space a thread
+        warm_up()
         server = Server(control, tier)
     except Exception as error:  # reported, and the server ends
         control.sendall(json.dumps({"failed": describe_step(error)}).encode() + b"\n")
         return
-    import gc
+    # Descriptors 0 to 2 are other files in every fork, the objects the same. 1 means line by line: a killed program leaves
+    # its output.
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", 1, "utf-8", closefd=False)
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
+    sys.argv = [""]
+    os.environ.clear()
     gc.collect()
     gc.freeze()  # or every fork would copy the pages that the collector writes to
     control.sendall(b'{"ready": true}\n')
@@ -1390,7 +1435,8 @@ class Worker:
         """Starts a server and proves it: SandboxUnavailable with the failing step, or with what the probe could do."""
         self.kill()
         ours, theirs = socket.socketpair()
-        environment = {"PYTHONHASHSEED": "0"}  # nothing of the parent's: keys and tokens live there
+        # Nothing of the parent's: keys and tokens live there. Symbols are bound at the start, not once in every fork.
+        environment = {"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"}
         command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", os.path.abspath(__file__), "--server", str(theirs.fileno()), self.tier]
         try:
             self.control, self.rest = ours, b""
@@ -1430,9 +1476,17 @@ class Worker:
 
     def kill(self):
         process, self.process = self.process, None
-        if process is not None:
-            self.control.close()
-            process.kill()
+        if process is None:
+            return
+        try:
+            self.control.shutdown(socket.SHUT_RDWR)  # also where a fork of this process holds a copy of the descriptor
+        except OSError:
+            pass  # the server is gone already
+        self.control.close()
+        try:
+            process.wait(1)  # it kills its program, waits for it, and ends
+        except subprocess.TimeoutExpired:
+            process.kill()  # stopped or stuck: the kernel takes the rest with it
             process.wait()
 
     def close(self):
@@ -1443,6 +1497,11 @@ class Worker:
         poll = select.poll()
         poll.register(self.control, select.POLLIN)
         by_fd = {s.fd: s for s in streams}
+        for stream in streams:
+            if stream.outgoing:
+                stream.write()
+        if streams and all(not s.outgoing for s in streams):
+            poll.poll(10)  # the server alone: a short program then costs one wake-up, not one for each of its results
         for stream in streams:
             poll.register(stream.fd, select.POLLIN | (select.POLLOUT if stream.outgoing else 0))
         while b"\n" not in self.rest:
@@ -1783,7 +1842,8 @@ class Sandbox:
             return "output", f"output is over {limits.output_kb} KiB"
         if reply["reason"] == "wall":
             return "timeout", f"no end after {limits.wall_s:g} s"
-        if any(cpu >= limits.cpu_s for _, cpu, _ in reply["ended"]):
+        # SIGKILL that the server did not send is the CPU limit, which the kernel counts in ticks
+        if any(cpu >= limits.cpu_s or (code == -9 and not reply["reason"] and cpu > 0.8 * limits.cpu_s) for code, cpu, _ in reply["ended"]):
             return "timeout", f"over {limits.cpu_s:g} s of CPU time"
         if reply["reason"] == "threads":
             return "error", f"more than {limits.threads} threads"
