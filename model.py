@@ -66,7 +66,8 @@ class Config:
         # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         refused = {
-            "rope scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
+            "rope scaling": rope.get("rope_type", rope.get("type", "default")) != "default"
+            or any(isinstance(v, dict) for v in rope.values()),   # one set of angles a layer type
             "partial rotary": float(raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1) != 1,
             "sliding window": bool(raw.get("use_sliding_window"))
             or any(t != "full_attention" for t in raw.get("layer_types") or [])
@@ -80,22 +81,25 @@ class Config:
         for name, asked in refused.items():
             if asked:
                 raise UserError(f"{where}: {archs[0]} with {name} is not supported")
-        try:
-            heads = int(raw["num_attention_heads"])
-            config = cls(
-                model_type=kind, vocab_size=int(raw["vocab_size"]), hidden_size=int(raw["hidden_size"]),
-                intermediate_size=int(raw["intermediate_size"]), num_hidden_layers=int(raw["num_hidden_layers"]),
-                num_attention_heads=heads, num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
-                head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
-                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-                rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-                max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
-                tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-                qkv_bias=kind == "qwen2" or bool(raw.get("attention_bias", False)),
-                o_bias=kind != "qwen2" and bool(raw.get("attention_bias", False)),
-                qk_norm=kind == "qwen3", raw=dict(raw))
-        except KeyError as e:
-            raise UserError(f"{where}: {e.args[0]} is missing") from e
+        sizes = {k: raw.get(k) for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                                         "num_attention_heads")}
+        optional = {k: raw[k] for k in ("num_key_value_heads", "head_dim", "max_position_embeddings")
+                    if raw.get(k) is not None}
+        for name, value in {**sizes, **optional}.items():
+            if type(value) is not int or value < 1:
+                raise UserError(f"{where}: {name} is {'missing' if value is None else repr(value)}, expected a whole "
+                                f"number above 0")
+        heads = sizes["num_attention_heads"]
+        config = cls(   # what a file leaves out has the value that transformers gives it
+            model_type=kind, **sizes, num_key_value_heads=optional.get("num_key_value_heads", heads),
+            head_dim=optional.get("head_dim", 128 if kind == "qwen3" else sizes["hidden_size"] // heads),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+            max_position_embeddings=optional.get("max_position_embeddings", 2048 if kind == "llama" else 32768),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=kind == "qwen2" or bool(raw.get("attention_bias", False)),
+            o_bias=kind != "qwen2" and bool(raw.get("attention_bias", False)),
+            qk_norm=kind == "qwen3", raw=dict(raw))
         if config.num_attention_heads % config.num_key_value_heads:
             raise UserError(f"{where}: {config.num_attention_heads} query heads are no multiple of "
                             f"{config.num_key_value_heads} key/value heads")
@@ -319,18 +323,24 @@ def find_folder(name):
 
 def read_json(path):
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
         raise UserError(f"{path.parent}: no {path.name} (is this a model folder in Hugging Face format?)") from e
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
         raise UserError(f"{path}: not valid JSON ({e})") from e
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return found
 
 
 def read_tensors(folder):
     """All tensors of model.safetensors, or of the shards that model.safetensors.index.json lists -> {name: tensor}."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = sorted(set(read_json(index)["weight_map"].values()))
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise UserError(f"{index}: no `weight_map` that says which file holds which tensor")
+        files = sorted(set(shards.values()))
     else:
         files = ["model.safetensors"]
     tensors = {}
