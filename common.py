@@ -11,6 +11,7 @@ import csv
 import errno
 import fcntl
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -46,6 +47,11 @@ class RunError(Exception):
     """The run cannot go on (a loss that is not finite, a dead server): one line on stderr, exit code 1."""
 
 
+def disk_is_full(error):
+    """Also where the error comes from the libraries that write tensors, which have classes of their own."""
+    return isinstance(error, OSError) and error.errno == errno.ENOSPC or "No space left on device" in str(error)
+
+
 def fail_in_one_line(run=None):
     """Every exception that reaches the top ends in one line and an exit code; a run's record is written first."""
     def hook(kind, error, trace):
@@ -53,8 +59,8 @@ def fail_in_one_line(run=None):
             text, code = str(error), 2
         elif issubclass(kind, KeyboardInterrupt):
             text, code = "interrupted", 130
-        elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            text, code = f"the disk is full ({error.filename or 'while writing'}); what was written before is whole", 1
+        elif disk_is_full(error):
+            text, code = "the disk is full (no space left on device); what was written before is whole", 1
         elif issubclass(kind, (RunError, OSError, torch.OutOfMemoryError)):
             text, code = " ".join(str(error).split()), 1
         elif run is None:
@@ -63,7 +69,10 @@ def fail_in_one_line(run=None):
         else:
             text, code = f"{kind.__name__}: {' '.join(str(error).split())}", 1
         if run is not None:
-            text += run.fail(text, "".join(traceback.format_exception(kind, error, trace)))
+            try:
+                text += run.fail(text, "".join(traceback.format_exception(kind, error, trace)))
+            except (OSError, UserError) as e:   # the disk that is full holds the records too
+                text += f" (and the end of the run could not be recorded: {e})"
         sys.stdout.flush()
         print(f"{Path(sys.argv[0]).name}: error: {text}", file=sys.stderr, flush=True)
         os._exit(code)
@@ -72,6 +81,17 @@ def fail_in_one_line(run=None):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Flags
+
+class Parser(argparse.ArgumentParser):
+    """Flags are never abbreviated, and an error is one line."""
+
+    def __init__(self, **more):
+        super().__init__(allow_abbrev=False, **more)
+
+    def error(self, message):
+        print(f"{self.prog}: error: {message} (--help lists the flags)", file=sys.stderr)
+        sys.exit(2)
+
 
 def number(kind=float, low=None, high=None, above=None, below=None):
     """An argparse type: a finite number of `kind` in [low, high], or strictly `above` and `below`."""
@@ -125,7 +145,8 @@ def add_task_flags(g):
 
 OLD_NAMES = {"--batch-size": "--prompts-per-step (problems a step) and --num-generations (answers a problem)",
              "--grad-accum": "--micro-batch-tokens (the memory of a backward pass; the gradient does not depend on it)",
-             "--data-dir": "--tasks-dir", "--learning-rate": "--lr", "--max-completion-length": "--max-new"}
+             "--data-dir": "--tasks-dir", "--learning-rate": "--lr", "--max-completion-length": "--max-new",
+             "vllm-colocate": "leave --rollouts out, samples are drawn in this process and on the device that trains"}
 MAY_CHANGE = ("resume", "max_steps", "device")   # what a resumed run may be given anew
 
 
@@ -138,7 +159,7 @@ def parse_args(parser, argv=None, presets=None):
     for word in argv:
         if word.split("=")[0] in OLD_NAMES:
             parser.error(f"{word.split('=')[0]} has another name here: {OLD_NAMES[word.split('=')[0]]}")
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = Parser(add_help=False)
     first.add_argument("--preset")
     first.add_argument("--resume")
     early, _ = first.parse_known_args(argv)
@@ -231,7 +252,8 @@ def append_record(path, record, prose):
                 f.truncate(len(whole))
             if not whole:
                 f.write(LABBOOK_HEAD.encode())
-            last = [line for line in whole.decode(errors="replace").splitlines() if line.startswith("{")][-1:]
+            # split at \n alone here and below: a JSON string may hold U+2028 and others that splitlines() cuts at
+            last = [line for line in whole.decode(errors="replace").split("\n") if line.startswith("{")][-1:]
             record = {"kind": record["kind"], "prev": record_hash(last[0]) if last else "", **record}
             line = json.dumps(record, ensure_ascii=False, allow_nan=False)
             f.write(f"\n{' '.join(prose.split())}\n{line}\n".encode())
@@ -242,10 +264,20 @@ def append_record(path, record, prose):
     return record
 
 
+def check_writable(path):
+    """Refuses a labbook that cannot be written, without making the file: a command may be refused yet."""
+    path = Path(path)
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"--labbook {path}: cannot be written ("
+                        f"{'it is a folder' if path.is_dir() else f'there is no folder {path.parent}'})")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"--labbook {path}: cannot be written (no permission)")
+
+
 def read_labbook(path):
     """-> (records, problems): the records in order, and one sentence for each line that breaks the chain or JSON."""
     records, problems, prev = [], [], ""
-    for i, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for i, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         if not line.startswith("{"):
             continue
         try:
@@ -332,13 +364,9 @@ class Run:
             stamp = time.strftime("%y%m%d-%H%M%S")
             name = f"{self.script}-{arm}-{getattr(args, 'task', 'text')}-s{args.seed}-{stamp}"
             self.folder = ROOT / "runs" / name
-            while self.folder.exists():   # two runs started in one second
-                self.folder = self.folder.with_name(self.folder.name + "x")
-        try:
-            with open(args.labbook, "ab"):
-                pass
-        except OSError as e:
-            raise UserError(f"--labbook {args.labbook}: cannot be written ({e.strerror})") from e
+        check_writable(args.labbook)
+        if args.wandb and not importlib.util.find_spec("wandb"):
+            raise UserError("--wandb: the package wandb is not installed (pip install wandb)")
         for name in ("SIGINT", "SIGTERM"):
             signal.signal(getattr(signal, name), self._on_signal)
 
@@ -367,21 +395,28 @@ class Run:
                     raise UserError(f"--resume {self.folder}: {what} has changed since the run started "
                                     f"({str(before)[:12]} then, {str(now)[:12]} now)")
         else:
-            self.folder.mkdir(parents=True)
+            self.make_folder()
             shutil.copy(script, self.folder / script.name)
             write_json(self.folder / "config.json", config)
-        self.config, self.started = config, True
-        self.wandb = None
+        self.config, self.started, self.wandb = config, True, None
         if self.args.wandb:
-            try:
-                import wandb
-            except ImportError as e:
-                raise UserError("--wandb: the package wandb is not installed (pip install wandb)") from e
+            import wandb
             self.wandb = wandb.init(project="nanopost", name=self.folder.name, config=vars(self.args))
         append_record(self.args.labbook, self._record("start"),
                       f"- {time.strftime('%Y-%m-%d %H:%M')} start {self.folder.name}")
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+
+    def make_folder(self):
+        while True:
+            try:
+                return self.folder.mkdir(parents=True)
+            except FileExistsError as e:
+                if self.args.output_dir:
+                    raise UserError(f"--output-dir {self.folder} exists; take another") from e
+                self.folder = self.folder.with_name(self.folder.name + "x")   # two runs started in one second
+            except OSError as e:
+                raise UserError(f"--output-dir {self.folder}: cannot be made ({e.strerror})") from e
 
     def _record(self, kind, **more):
         args = {k: v for k, v in vars(self.args).items() if k not in ("resume", "labbook", "curves", "notes")}
@@ -443,9 +478,8 @@ class Run:
         for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
             path = self.folder / name
             if path.exists():
-                lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-                kept = [x for x in lines if x.endswith("\n") and json.loads(x)["step"] <= step]
-                write_text(path, "".join(kept))
+                lines = path.read_text(encoding="utf-8").split("\n")[:-1]   # behind the last \n: a torn row
+                write_text(path, "".join(x + "\n" for x in lines if json.loads(x)["step"] <= step))
 
     def wall_s(self):
         return self.wall_before + time.time() - self.t0
@@ -527,7 +561,7 @@ def append_jsonl(path, rows):
 
 
 def read_jsonl(path):
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n") if line]
 
 
 def write_curves(folder, copy_to=None):

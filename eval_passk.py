@@ -118,7 +118,7 @@ def table(result):
 
 
 def get_args(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = common.Parser(description=__doc__.split("\n\n")[0])
     p.add_argument("--model", default="data/tiny", help="folder in Hugging Face format, or a hub id like org/name")
     p.add_argument("--task", default="arithmetic", help="task to train and evaluate on (see envs.py)")
     p.add_argument("--tasks-dir", default=None, help="folder of the task files (default: data/TASK)")

@@ -11,7 +11,6 @@ Laptop:  python data/tiny/prepare.py && python pretrain.py --data data/tiny/work
 GPU:     python pretrain.py --data data/tiny/work/pretrain.jsonl --max-steps 2400
 Ends with a line like  "valid loss 0.412  90 s  run folder runs/pretrain-..."; the model is in RUN/checkpoint.
 """
-import argparse
 import math
 import time
 
@@ -23,7 +22,7 @@ from model import llama_config, load_checkpoint, new_model, save_checkpoint
 
 
 def get_args(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = common.Parser(description=__doc__.split("\n\n")[0])
     p.add_argument("--data", default="data/tiny/work/pretrain.jsonl", help='JSON lines {"text": ...} to train on')
     p.add_argument("--tokenizer", default="data/tiny/work/tokenizer", help="folder of the tokenizer")
     p.add_argument("--valid-rows", type=number(int, 1), default=512, help="documents held back, the last of the file")

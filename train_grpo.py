@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 
 import common
-from common import RunError, number
+from common import RunError, UserError, number
 from engine import Engine
 from envs import get_task, play
 from eval_passk import evaluate_splits
@@ -71,7 +71,7 @@ PRESETS = {   # settings only; what is typed wins
 
 
 def get_args(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    p = common.Parser(description=__doc__.split("\n\n")[0])
     p.add_argument("--arm", default="grpo", choices=ARMS, help="what is rewarded and compared")
     p.add_argument("--preset", choices=[*PRESETS, "help"], help="settings of a document, as defaults (help: list them)")
     p.add_argument("--lam", type=number(float, 0), help="strength of the length penalty, 0 <= lam < 1")
@@ -192,6 +192,13 @@ if __name__ == "__main__":
     model = load_model(folder, device=device, compute_dtype=common.pick_precision(args.precision, device))
     task = get_task(args.task, args.tasks_dir)
     problems = task.load(task.train)
+    for split in task.splits:   # a malformed row is refused now, not at the evaluation after hours
+        task.load(split)
+    room = model.config.max_position_embeddings - args.max_new
+    fits = [row for row in problems if len(common.encode_prompt(tokenizer, row["prompt"])) <= room]
+    if not fits:
+        raise UserError(f"{task.path(task.train)}: with --max-new {args.max_new} no problem fits the context of "
+                        f"{model.config.max_position_embeddings} tokens")
     optimizer = common.make_optimizer(model, lr)
     reference = copy.deepcopy(model).requires_grad_(False) if args.beta else None
     exact = reference is not None and args.kl_estimator == "exact"
@@ -213,9 +220,12 @@ if __name__ == "__main__":
 
     rows_a_step = args.prompts_per_step * args.num_generations
     print(f"{run.folder}\n{model.num_params() / 1e6:.2f}M parameters on {common.device_name(device)}, products in "
-          f"{str(model.compute_dtype)[6:]}, fp32 masters; {len(problems)} problems, "
+          f"{str(model.compute_dtype)[6:]}, fp32 masters; {len(fits)} problems, "
           f"{args.prompts_per_step} x {args.num_generations} = {rows_a_step} answers a step, lr {lr:g}, {norm} mean"
           + (", one update a rollout: the ratio is 1 and the clip inert" if args.updates_per_rollout == 1 else ""))
+    if len(fits) < len(problems):   # refused and counted, never cut: the end of a prompt is its question
+        print(f"refused {len(problems) - len(fits)} of {len(problems)} problems: with --max-new {args.max_new} their "
+              f"prompts do not fit the context of {model.config.max_position_embeddings} tokens")
     if first == 0 and args.eval_n:
         run.evaluated(0, evaluate())
 
@@ -223,8 +233,8 @@ if __name__ == "__main__":
     for step in range(first, args.max_steps, args.updates_per_rollout):
         # rollout: N problems, G answers each
         t0 = time.time()
-        batch = [problems[i] for i in common.order_at(step // args.updates_per_rollout, args.prompts_per_step,
-                                                      len(problems), args.seed)]
+        batch = [fits[i] for i in common.order_at(step // args.updates_per_rollout, args.prompts_per_step, len(fits),
+                                                  args.seed)]
         played = play(engine, tokenizer, task, batch, args.num_generations, max_new=args.max_new, entropy=True,
                       temperature=args.temperature, seed=args.seed, step=step, stop=args.stop)
         r = played.rollout

@@ -11,7 +11,6 @@ Laptop:  python train_sft.py --data data/tiny/work/sft.jsonl --lr 1e-3 --max-ste
 GPU:     python train_sft.py --model data/smollm2 --task gsm8k --data data/gsm8k/sft.jsonl --lr 2e-5 --epochs 2
 Ends with a line like  "heldout-same pass@1 0.352 -> 0.600 (greedy 0.500 -> 0.717)  run folder runs/train_sft-..."
 """
-import argparse
 import math
 import time
 
@@ -26,8 +25,8 @@ from model import find_folder, load_checkpoint, load_model, save_checkpoint
 
 
 def get_args(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    p.add_argument("--data", required=True, help='JSON lines {"prompt", "completion"} to train on')
+    p = common.Parser(description=__doc__.split("\n\n")[0])
+    p.add_argument("--data", default=None, help='JSON lines {"prompt", "completion"} to train on')
     p.add_argument("--valid", default=None, help="rows of the same form whose loss is measured (default: none)")
     p.add_argument("--max-steps", type=number(int, 0), default=None, help="optimizer steps in all (default: --epochs)")
     p.add_argument("--epochs", type=number(float, above=0), default=1.0, help="passes over the rows, if no --max-steps")
@@ -43,6 +42,8 @@ def get_args(argv=None):
     p.add_argument("--grad-clip", type=number(float, above=0), default=1.0, help="largest norm of the gradient")
     common.add_run_flags(p)
     args = common.parse_args(p, argv)
+    if args.data is None:   # not required=True: a resumed run has it from its config
+        p.error("--data FILE is needed, JSON lines of a prompt and a completion to train on")
     if args.lr is None and args.model != "data/tiny":
         p.error(f"--lr has a default for data/tiny only; for {args.model} give --lr (2e-5 is usual for all "
                 f"weights of a 0.1B to 2B model)")
@@ -76,6 +77,8 @@ if __name__ == "__main__":
     tokenizer = common.load_tokenizer(folder, args.template)
     model = load_model(folder, device=device, compute_dtype=common.pick_precision(args.precision, device))
     task = get_task(args.task, args.tasks_dir)
+    for split in task.splits:   # a malformed row is refused now, not at the evaluation after hours
+        task.load(split)
     if not model.eos_ids:
         raise common.UserError(f"--model {args.model}: no eos_token_id, so that no answer could be taught to end")
 
