@@ -400,7 +400,7 @@ def new_model(raw_config, seed, device="cpu"):
 def save_model(model, folder, tokenizer=None, dtype=None):
     """
     Writes config.json, model.safetensors, generation_config.json and the tokenizer into `folder`, so that
-    transformers loads it unchanged. Written beside and renamed, so that a folder of that name is always whole.
+    transformers loads it unchanged. Written beside and renamed: a new folder appears whole or not at all.
     """
     folder = Path(folder)
     tmp = folder.with_name(folder.name + ".tmp")
@@ -422,9 +422,12 @@ def save_model(model, folder, tokenizer=None, dtype=None):
     for file in tmp.iterdir():   # the rename below must not become durable before the bytes are
         with open(file, "rb") as f:
             os.fsync(f.fileno())
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(tmp, folder)
+    if not folder.exists():
+        os.replace(tmp, folder)
+        return
+    for file in tmp.iterdir():   # what else lies in an existing folder stays
+        os.replace(file, folder / file.name)
+    tmp.rmdir()
 
 
 def save_checkpoint(folder, model, tokenizer, optimizer, state):
