@@ -496,11 +496,12 @@ class Engine:
         """
         prompts: lists of token ids -> Rollout with n samples of each.
 
-        max_new: sampled tokens a row at most. prompt_ids: one integer a prompt, its identity for the random numbers
-        (default: its index). eos_ids: ids that end a row (default: the model's; () for none). stop: strings; the row is
-        cut at the token that completes one, and that token stays whole. on_stop(row, text, stop) -> token ids to inject
-        before sampling goes on, or None to end the row; text is what was sampled since the prompt or the last
-        injection. Where the injected ids do not fit the context, or no token may follow, the row ends as "length".
+        max_new: sampled tokens a row at most, an int or one a row. prompt_ids: one integer a prompt, its identity for
+        the random numbers (default: its index). eos_ids: ids that end a row (default: the model's; () for none). stop:
+        strings; the row is cut at the token that completes one, and that token stays whole. on_stop(row, text, stop) ->
+        token ids to inject before sampling goes on, or None to end the row; text is what was sampled since the prompt
+        or the last injection. Where the injected ids do not fit the context, or no token may follow, the row ends as
+        "length".
         progress(rows finished, rows, tokens sampled) is called at every look.
         Errors: UserError for an empty or over-long prompt, ids outside the vocabulary and settings out of range.
         """
@@ -508,6 +509,7 @@ class Engine:
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         eos = np.array(sorted(self.model.eos_ids if eos_ids is None else eos_ids), dtype=np.int64)
         prompt_ids = list(range(len(prompts))) if prompt_ids is None else list(prompt_ids)
+        max_new = np.broadcast_to(np.asarray(max_new, dtype=np.int64), len(prompts) * n)   # (B,)
         need = self.check(prompts, n, max_new, temperature, prompt_ids)
         if stop and self.tokenizer is None or "" in stop:
             raise UserError(f"generate: stop {stop} needs an engine with a tokenizer, and strings that are not empty")
@@ -580,8 +582,8 @@ class Engine:
         c = self.model.config
         if not prompts:
             raise UserError("generate: no prompts")
-        if n < 1 or max_new < 1:
-            raise UserError(f"generate: n {n} and max_new {max_new} must be at least 1")
+        if n < 1 or max_new.min() < 1:
+            raise UserError(f"generate: n {n} and max_new {max_new.min() if n > 0 else ''} must be at least 1")
         if not 0 < temperature < float("inf"):
             raise UserError(f"generate: temperature {temperature} must be above 0 and finite (greedy=True for argmax)")
         if len(prompt_ids) != len(prompts):
@@ -592,11 +594,11 @@ class Engine:
             if min(prompt) < 0 or max(prompt) >= c.vocab_size:
                 raise UserError(f"generate: prompt {i} holds token {min(prompt) if min(prompt) < 0 else max(prompt)}, "
                                 f"outside the vocabulary of {c.vocab_size}")
-        longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
-        need = len(prompts[longest]) + max_new
+        total = np.repeat([len(p) for p in prompts], n) + max_new
+        need, i = int(total.max()), int(total.argmax())
         if need > c.max_position_embeddings:
-            raise UserError(f"prompt {longest} has {need - max_new} tokens, with max_new {max_new} that is {need}, and "
-                            f"the model's context is {c.max_position_embeddings}: drop the prompt or lower max_new")
+            raise UserError(f"prompt {i // n} has {need - max_new[i]} tokens, with max_new {max_new[i]} that is {need}, "
+                            f"and the model's context is {c.max_position_embeddings}: drop the prompt or lower max_new")
         return need
 
     def admit(self, slots, numbers, prompts, slot_prompt):
@@ -681,7 +683,7 @@ class Rows:
 
     def room(self, rows, max_new, most):
         """Tokens that each row may still sample; 0 for the row -1 of an idle slot."""
-        return np.where(rows >= 0, np.minimum(max_new - self.sampled[rows], most - self.length[rows]), 0)
+        return np.where(rows >= 0, np.minimum(max_new[rows] - self.sampled[rows], most - self.length[rows]), 0)
 
     def state(self, rows):
         """(3, R) int64 for the device: last token, its position, row key; zeros for an idle slot."""

@@ -152,7 +152,7 @@ def attend(q, keys, values, pos):
     group = hq // hkv
     attend_kernel[(rows, hkv)](q, keys, values, pos, out, length, d ** -0.5 * 1.4426950408889634, HKV=hkv, G=group, D=d,
                                BG=max(16, triton.next_power_of_2(group)), BD=max(16, triton.next_power_of_2(d)), BN=64,
-                               num_warps=4, num_stages=3)
+                               num_warps=2, num_stages=3)   # of 36 settings the best or near it in six shapes
     return out
 
 

@@ -240,6 +240,16 @@ def test_every_eos_id_ends_a_row_and_stays_in_it():
     assert set(Engine(model).generate([[4, 2]], 1, max_new=2).finish) <= {"eos", "length"}   # eos in a prompt: a token
 
 
+def test_max_new_may_differ_by_row():
+    model = tiny()
+    e, limits = Engine(model, slots=3), [1, 9, 4, 17, 2, 2, 30, 5]
+    r = e.generate(PROMPTS, 2, max_new=limits, seed=1, eos_ids=())
+    check_rows(model, PROMPTS, 2, r)
+    whole = e.generate(PROMPTS, 2, max_new=30, seed=1, eos_ids=())
+    assert r.mask.sum(1).tolist() == limits
+    assert all(b[:len(a)] == a for a, b in zip(rows(r), rows(whole)))
+
+
 def test_errors_name_the_numbers():
     e = Engine(tiny(context=64))
     with pytest.raises(UserError, match="prompt 1 has 60 tokens.*max_new 5.*65.*64"):
