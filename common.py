@@ -105,8 +105,9 @@ def number(kind=float, low=None, high=None, above=None, below=None):
         except ValueError:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not {'a whole number' if kind is int else 'a number'} ({name})") from None
-        if not math.isfinite(x) or (low is not None and x < low) or (high is not None and x > high) or (
-                above is not None and x <= above) or (below is not None and x >= below):
+        if (kind is float and not math.isfinite(x)) or (low is not None and x < low) or (
+                high is not None and x > high) or (above is not None and x <= above) or (
+                below is not None and x >= below):
             raise argparse.ArgumentTypeError(f"{text} is out of range ({name})")
         return x
     return parse
@@ -172,10 +173,10 @@ def parse_args(parser, argv=None, presets=None):
     known = vars(parser.parse_args([])) if early.resume else {}
     if early.resume:
         try:
-            config = json.loads((Path(early.resume) / "config.json").read_text())
-        except (OSError, json.JSONDecodeError) as e:
-            parser.error(f"--resume {early.resume}: no run folder with a config.json ({e})")
-        known = {k: v for k, v in config["args"].items() if k in known}
+            config = json.loads((Path(early.resume) / "config.json").read_text())["args"]
+            known = {k: v for k, v in config.items() if k in known}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            parser.error(f"--resume {early.resume}: no run folder with a config.json ({type(e).__name__}: {e})")
         parser.set_defaults(**known)
     args = parser.parse_args(argv)
     for key, value in known.items():
@@ -239,17 +240,20 @@ def record_hash(line):
 
 def append_record(path, record, prose):
     """
-    Appends one record under a lock and flushes it to disk; returns the record with its `prev`. A torn last line, which
-    a process killed while it wrote can leave, was never a record and is cut off first.
+    Appends one record under a lock and flushes it to disk; returns the record with its `prev`. A torn last record,
+    which a process killed while it wrote can leave, was never one and is cut off first; a person's last line stays.
     """
     try:
         with open(path, "a+b") as f:
             fcntl.flock(f, fcntl.LOCK_EX)
             f.seek(0)
             text = f.read()
-            whole = text[:text.rfind(b"\n") + 1]
-            if len(whole) < len(text):
+            whole, tail = text[:text.rfind(b"\n") + 1], text[text.rfind(b"\n") + 1:]
+            if tail.startswith(b"{") and not tail.rstrip().endswith(b"}"):
                 f.truncate(len(whole))
+            elif tail:
+                f.write(b"\n")
+                whole = text + b"\n"
             if not whole:
                 f.write(LABBOOK_HEAD.encode())
             # split at \n alone here and below: a JSON string may hold U+2028 and others that splitlines() cuts at
@@ -365,6 +369,8 @@ class Run:
             name = f"{self.script}-{arm}-{getattr(args, 'task', 'text')}-s{args.seed}-{stamp}"
             self.folder = ROOT / "runs" / name
         check_writable(args.labbook)
+        if args.curves and not Path(args.curves).parent.is_dir():   # now, not after hours of training
+            raise UserError(f"--curves {args.curves}: {Path(args.curves).parent} is no folder")
         if args.wandb and not importlib.util.find_spec("wandb"):
             raise UserError("--wandb: the package wandb is not installed (pip install wandb)")
         for name in ("SIGINT", "SIGTERM"):
@@ -449,7 +455,8 @@ class Run:
             brief = {**{f"pass@{k}": v for k, v in r["pass_at"].items()},
                      **{f"lenient_pass@{k}": v for k, v in r["lenient_pass_at"].items()},
                      "se": r["se"], "greedy": r.get("greedy_pass"), "lenient_greedy": r.get("lenient_greedy_pass"),
-                     **{k: r[k] for k in ("mean_length", "truncated", "entropy", "parsable") if k in r}}
+                     **{k: r[k] for k in ("mean_length", "truncated", "entropy") if k in r},
+                     "parsable": r.get("behaviour", {}).get("parsable")}
             self.scores.setdefault(split, {})["after" if step else "before"] = brief
         if hasattr(self, "bar"):
             self.bar.clear()
@@ -466,7 +473,10 @@ class Run:
         link.unlink(missing_ok=True)
         link.symlink_to(name)
         os.replace(link, self.folder / "checkpoint")
-        for old in sorted(self.folder.glob("checkpoint-??????"))[:-self.args.keep]:
+        # a later one, or a half one, was left by a kill before its link: the run that went on from here drops it
+        found = sorted(self.folder.glob("checkpoint-*"))
+        kept = [f for f in found if f.suffix != ".tmp" and f.name <= name][-self.args.keep:]
+        for old in set(found) - set(kept):
             shutil.rmtree(old)
 
     def state(self):
@@ -584,8 +594,8 @@ def write_curves(folder, copy_to=None):
     panels = [k for k in ("loss", "reward", "no_spread", "length", "entropy", "truncated", "grad_norm")
               if any(r.get(k) is not None for r in rows)]
     splits = sorted({e["split"] for e in evals})
-    fig, axes = plt.subplots(1, len(panels) + bool(splits), figsize=(3 * (len(panels) + bool(splits)), 2.6),
-                             squeeze=False)
+    count = max(1, len(panels) + bool(splits))   # a run that was stopped at once has an empty picture
+    fig, axes = plt.subplots(1, count, figsize=(3 * count, 2.6), squeeze=False)
     for ax, key in zip(axes[0], panels):
         ax.plot([r["step"] for r in rows if r.get(key) is not None],
                 [r[key] for r in rows if r.get(key) is not None], linewidth=1)
@@ -756,11 +766,12 @@ def micro_batches(length, rows, tokens):
 
 
 def output_logits(hidden, weight):
-    """hidden (R, C) times weight (V, C) -> logits (R, V): factors of the hidden dtype, sums and result in fp32."""
+    """hidden (R, C) times weight (V, C) -> logits (R, V): factors of the hidden dtype, sums and result fp32 or fp64."""
     weight = weight.to(hidden.dtype)
     if hidden.is_cuda and hidden.dtype != torch.float32 and not torch.is_grad_enabled():
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return F.linear(hidden.float(), weight.float())
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return F.linear(hidden.to(wide), weight.to(wide))
 
 
 def chunk_rows(vocab, device):
@@ -845,15 +856,27 @@ def at(values, pack):
 # Numbers: reading an answer, and comparing it
 
 NUMBER = re.compile(r"""
-    (?P<sign>[-+−]?)\s?[$€£]?(?P<sign2>[-−]?)\s?                        # -3, -$40, $-40
+    (?P<sign>[-+−–]?)\s?(?:\\?[$€£])?(?P<sign2>[-−–]?)\s?               # -3, -$40, $-40
     (?: \\[dt]?frac\{\s*(?P<fn>-?\d+)\s*\}\{\s*(?P<fd>\d+)\s*\}         # \frac{3}{4}
       | (?P<int>\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?P<dec>\.\d+)?            # 1,234.5
         (?:\s?/\s?(?P<den>\d+(?:\.\d+)?)(?![\d/]))?                     # 1/2
       | (?P<bare>\.\d+) )""", re.VERBOSE)                               # .5
+# What may stand before a number, and what shows that it is only the beginning of something else.
+OPENING = re.compile(r"(?:[\s*`_=:~$({\[]|\\[(\[]|\\(?:boxed|text|mathrm|mathbf)\{)*")
+GOES_ON = re.compile(r"""
+      [,.'’_]\d | [eE][-+]?\d | \s?\d | \s?\\[dt]?frac                                # 1,23  1.2.3  1e5  3 1/2
+    | \s?(?:[-+−–*/^:x×÷·]|\*\*|\\times|\\cdot|\\div)\s?[$({]?\d""", re.VERBOSE)      # 2*3  10^{3}  7 - 3  3:30
+
+
+def plain(text):
+    """Text without the ways in which LaTeX writes a thousands comma: 1{,}234 and 1\\,234."""
+    return text.replace("{,}", ",").replace(",\\!", ",").replace("\\,", "")
 
 
 def to_fraction(m):
-    """A match of NUMBER -> Fraction, or None for a division by zero."""
+    """A match of NUMBER -> Fraction, or None for a division by zero and for digits without end."""
+    if len(m[0]) > 1000:   # int() refuses more than 4300 digits, and a policy may well write them
+        return None
     if m["fn"] is not None:
         top, bottom = Fraction(m["fn"]), Fraction(m["fd"])
     else:
@@ -861,14 +884,20 @@ def to_fraction(m):
         bottom = Fraction(m["den"] or 1)
     if bottom == 0:
         return None
-    negative = (m["sign"] in ("-", "−")) != (m["sign2"] in ("-", "−"))
+    negative = (m["sign"] in tuple("-−–")) != (m["sign2"] in tuple("-−–"))
     return (-top if negative else top) / bottom
 
 
-def read_number(text):
-    """The number a text starts with, as a Fraction; None when it starts with something else."""
-    m = NUMBER.match(text.lstrip(" \t*`_=:\\(["))
-    return to_fraction(m) if m else None
+def read_number(text, whole=False):
+    """
+    The number a text starts with, as a Fraction. None when it starts with something else or with an expression (2*3).
+    whole: nothing but the number may stand there, as is right for an answer key.
+    """
+    text = plain(text)
+    m = NUMBER.match(text, OPENING.match(text).end())
+    if not m or GOES_ON.match(text, m.end()) or (whole and text[m.end():].strip(" .%$€£\n")):
+        return None
+    return to_fraction(m)
 
 
 def strict_answer(text):
@@ -884,8 +913,9 @@ def lenient_answer(text):
     if found is None and "\\boxed{" in text:
         found = read_number(text.rpartition("\\boxed{")[2])
     if found is None:
-        # a hyphen behind a letter or digit joins words ("part-2", "7-3"): it is no minus sign
-        numbers = list(NUMBER.finditer(re.sub(r"(?<=[\w)])[-−](?=[$\d])", " ", text)))
+        # A hyphen behind a word or number joins ("part-2", "7-3"), one before a space is a bullet or a subtraction.
+        bare = re.sub(r"(?<=[\w)%])[-−–](?=[$\d])|[-−–](?=\s)", " ", plain(text))
+        numbers = list(NUMBER.finditer(bare))
         found = to_fraction(numbers[-1]) if numbers else None
     return found
 

@@ -36,7 +36,7 @@ class NumberTask:
         return load_rows(self.path(split), self, limit)
 
     def check(self, row):
-        if common.read_number(str(row["answer"])) is None:
+        if common.read_number(str(row["answer"]), whole=True) is None:
             raise ValueError(f"`answer` {row['answer']!r} is not a number")
 
     def grade(self, text, row):

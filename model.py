@@ -120,9 +120,14 @@ def llama_config(vocab_size, hidden_size, layers, heads, kv_heads, intermediate_
 # ----------------------------------------------------------------------------------------------------------------------
 # The parts
 
+def wide(x):
+    """x in fp32, or in fp64 where a test wants all digits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def rms_norm(x, weight, eps, dtype):
     """x (..., C) -> x / rms(x) * weight, summed in fp32 and returned in `dtype`."""
-    return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(dtype)
+    return F.rms_norm(wide(x), (x.shape[-1],), weight.to(torch.promote_types(x.dtype, torch.float32)), eps).to(dtype)
 
 
 def rope_angles(positions, head_dim, theta):
@@ -134,7 +139,7 @@ def rope_angles(positions, head_dim, theta):
 
 def apply_rope(x, cos, sin):
     """x (T, H, D) rotated in the half-split layout of the Hugging Face checkpoints (pairs are i and i + D/2)."""
-    x1, x2 = x.float().chunk(2, dim=-1)
+    x1, x2 = wide(x).chunk(2, dim=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
@@ -277,7 +282,7 @@ class Transformer(nn.Module):
         positions = torch.arange(ids.numel(), device=ids.device) - torch.repeat_interleave(
             ends - sizes, sizes, output_size=ids.numel())
         cos, sin = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
-        h = self.model.embed_tokens(ids).float()   # (T, C)
+        h = wide(self.model.embed_tokens(ids))   # (T, C)
         for layer in self.model.layers:
             args = (h, cos, sin, lengths, cu, self.compute_dtype)
             if self.checkpointing and torch.is_grad_enabled():
