@@ -430,8 +430,10 @@ def save_model(model, folder, tokenizer=None, dtype=None):
     if not folder.exists():
         os.replace(tmp, folder)
         return
-    for file in tmp.iterdir():   # what else lies in an existing folder stays
+    for file in tmp.iterdir():   # what else lies in an existing folder stays, shards of older weights apart
         os.replace(file, folder / file.name)
+    for file in [*folder.glob("model.safetensors.index.json"), *folder.glob("model-?????-of-?????.safetensors")]:
+        file.unlink()
     tmp.rmdir()
 
 

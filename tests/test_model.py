@@ -296,14 +296,16 @@ def test_sharded_files_load(tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), many.parameters()))
 
 
-def test_a_save_replaces_a_folder_whole(tmp_path):
-    first, second = tiny_model(seed=0), tiny_model(seed=5)
-    save_model(first, tmp_path / "m", tiny_tokenizer())
-    (tmp_path / "m" / "model-00001-of-00002.safetensors").write_bytes(b"left over")
-    save_model(second, tmp_path / "m")
-    assert sorted(p.name for p in (tmp_path / "m").iterdir()) == ["config.json", "generation_config.json",
+def test_a_save_into_a_folder_leaves_no_older_weights(tmp_path):
+    """Shards and their index would be read in place of the new file; what else lies there is not ours to drop."""
+    hf = theirs("qwen2", seed=4)
+    hf.save_pretrained(tmp_path / "m", max_shard_size="30KB")
+    (tmp_path / "m" / "README.md").write_text("mine")
+    model = tiny_model(seed=5)
+    save_model(model, tmp_path / "m")
+    assert sorted(p.name for p in (tmp_path / "m").iterdir()) == ["README.md", "config.json", "generation_config.json",
                                                                   "model.safetensors"]
-    assert torch.equal(load_model(tmp_path / "m").head_weight, second.head_weight)
+    assert torch.equal(load_model(tmp_path / "m").head_weight, model.head_weight)
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
