@@ -229,6 +229,8 @@ class Engine:
         self.norm = self.take([body.norm], fp32)
         self.embed = self.take([body.embed_tokens], body.embed_tokens.weight.dtype)
         self.head = self.take([body.embed_tokens if c.tie_word_embeddings else self.model.lm_head], dtype)
+        # on CPU output_logits would widen a bf16 head at each step
+        self.head32 = self.head.float() if self.device.type == "cpu" and dtype != fp32 else None
         self.flash = self.device.type == "cuda" and dtype != fp32 and flash_works(c, dtype, self.device)
         self.fused = load_kernels() if self.flash else None   # engine_cuda, or None for the plain path
 
@@ -274,11 +276,13 @@ class Engine:
             params = [getattr(m, name) for m in modules]
             for p, part in zip(params, fused.split([p.shape[0] for p in params])):
                 part.copy_(p)
+        if self.head32 is not None:
+            self.head32.copy_(self.head)
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
-    def reserve(self, slots, length):
-        """At least `slots` places of `length` tokens, with what they hold now."""
+    def reserve(self, slots, length, keep=True):
+        """At least `slots` places of `length` tokens; keep: with what they hold now."""
         c, old = self.model.config, self.kv
         if old is not None:
             if old.shape[2] >= slots and old.shape[4] >= length and old.dtype == self.dtype:
@@ -286,6 +290,8 @@ class Engine:
             # half as much again, so that rows that grow by injection do not move at every look
             length = max(old.shape[4], length if old.shape[4] >= length else max(length, old.shape[4] * 3 // 2))
             slots = max(slots, old.shape[2])
+            if not keep:
+                old = self.kv = None   # freed before its successor is made
         length = round_up(length, 64)
         shape = (2, c.num_hidden_layers, slots, c.num_key_value_heads, length, c.head_dim)
         # zeros, not empty: a masked position's weight is 0, and 0 * NaN is NaN
@@ -296,8 +302,9 @@ class Engine:
         d, on = self.device, {"device": self.device}
         self.state = torch.zeros(3, slots, dtype=torch.int64, **on)   # per slot: last token, its position, row key
         self.u = torch.zeros(self.look, slots, **on)                  # uniform numbers of the next steps
-        self.out_token = torch.zeros(self.look, slots, dtype=torch.int64, **on)
-        self.out_logp, self.out_entropy = torch.zeros(self.look, slots, **on), torch.zeros(self.look, slots, **on)
+        # token, log-prob, entropy of the last steps; the floats by their bits, so that one copy brings all to the host
+        self.out = torch.zeros(3, self.look, slots, dtype=torch.int32, **on)
+        self.out_logp, self.out_entropy = self.out[1].view(torch.float32), self.out[2].view(torch.float32)
         self.counter = torch.zeros(1, dtype=torch.int64, **on)        # step inside the chunk, for the captured graph
         cos, sin = rope_angles(torch.arange(length, device=d), c.head_dim, c.rope_theta)
         self.cos, self.sin = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]   # (T, 1, D)
@@ -399,7 +406,7 @@ class Engine:
     def decode(self, rows, length, j, temperature, greedy, entropy):
         """
         One step of the first `rows` slots, whose tokens lie in the first `length` places: last token in, next token
-        into out_token[j] and state. j is a tensor in a captured graph. Nothing here waits for the host.
+        into out[:, j] and state. j is a tensor in a captured graph. Nothing here waits for the host.
         """
         c = self.model.config
         hkv, group, d = c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads, c.head_dim
@@ -426,13 +433,14 @@ class Engine:
                     return torch.matmul(torch.softmax(score, dim=-1), values).view(rows, -1)
                 return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias).reshape(rows, -1)
         where = (self.base[:rows] + pos[:, None]).view(-1)
-        logits = output_logits(self.blocks(token, pos, where, attend), self.head)
+        x = self.blocks(token, pos, where, attend)
+        logits = output_logits(x, self.head) if self.head32 is None else F.linear(x.float(), self.head32)
         if self.fused:
-            return self.fused.sample(logits, self.u, self.state, j, self.out_token, self.out_logp, self.out_entropy,
-                                     temperature, greedy, self.kv.shape[4] - 1)
+            return self.fused.sample(logits, self.state, j, self.out[0], self.out_logp, self.out_entropy, temperature,
+                                     greedy, self.kv.shape[4] - 1)
         u = self.u[j, :rows].view(-1) if isinstance(j, int) else self.u.index_select(0, j)[0, :rows]
         token, logp, ent = sample_tokens(logits, u, temperature, greedy, entropy)
-        for out, value in ((self.out_token, token), (self.out_logp, logp), (self.out_entropy, ent)):
+        for out, value in ((self.out[0], token.int()), (self.out_logp, logp), (self.out_entropy, ent)):
             if value is not None:
                 if isinstance(j, int):
                     out[j, :rows] = value
@@ -446,8 +454,9 @@ class Engine:
     def decode_chunk(self, rows, steps, state, length, temperature, greedy, entropy):
         """Runs `steps` steps of `rows` slots from the host's state (3, rows) -> tokens, log-probs, entropies."""
         self.state[:, :rows] = torch.from_numpy(state).to(self.device)
-        at = self.state[1, :rows] + torch.arange(1, steps + 1, device=self.device)[:, None]
-        self.u[:steps, :rows] = key_uniform(self.state[2, :rows], at)
+        if not self.fused:   # the fused sampler hashes by itself
+            at = self.state[1, :rows] + torch.arange(1, steps + 1, device=self.device)[:, None]
+            self.u[:steps, :rows] = key_uniform(self.state[2, :rows], at)
         if self.device.type == "cuda":
             self.counter.zero_()
             graph = self.graph(rows, temperature, greedy, entropy)
@@ -457,7 +466,8 @@ class Engine:
             length = min(round_up(length, 32), self.kv.shape[4])
             for j in range(steps):
                 self.decode(rows, length, j, temperature, greedy, entropy)
-        return tuple(out[:steps, :rows].cpu().numpy() for out in (self.out_token, self.out_logp, self.out_entropy))
+        token, logp, ent = self.out[:, :steps, :rows].cpu().numpy()
+        return token, logp.view(np.float32), ent.view(np.float32)
 
     def graph(self, rows, temperature, greedy, entropy):
         """The captured decode step of `rows` slots, made on first use."""
@@ -516,7 +526,7 @@ class Engine:
         self.refresh()
         b, most = len(prompts) * n, max(self.context, need) if on_stop else need
         # Injected text makes lengths unknown: a graph wants its memory to stay, an eager step can let it grow
-        self.reserve(min(self.slots, b), most if on_stop and self.device.type == "cuda" else need)
+        self.reserve(min(self.slots, b), most if on_stop and self.device.type == "cuda" else need, keep=False)
         keys = row_key(seed, step, torch.tensor(prompt_ids)[:, None], torch.arange(n)).flatten().numpy()
         run = Rows(prompts, n, most, keys, entropy)
         slot_row = np.full(self.kv.shape[2], -1)       # row that owns the slot, -1 when free
@@ -542,7 +552,7 @@ class Engine:
             if len(high):
                 holes = holes[:len(high)]
                 used = int(run.length[slot_row[high]].max())
-                self.kv[:, :, holes, :, :used] = self.kv[:, :, high, :, :used]
+                self.copy_slots(high, holes, used)
                 slot_row[holes], slot_prompt[holes] = slot_row[high], slot_prompt[high]
                 slot_row[high] = -1
             # decode a few steps
@@ -597,15 +607,16 @@ class Engine:
         total = np.repeat([len(p) for p in prompts], n) + max_new
         need, i = int(total.max()), int(total.argmax())
         if need > c.max_position_embeddings:
-            raise UserError(f"prompt {i // n} has {need - max_new[i]} tokens, with max_new {max_new[i]} that is {need}, "
-                            f"and the model's context is {c.max_position_embeddings}: drop the prompt or lower max_new")
+            raise UserError(f"prompt {i // n} has {need - max_new[i]} tokens, with max_new {max_new[i]} that is "
+                            f"{need}, and the model's context is {c.max_position_embeddings}: drop the prompt or lower "
+                            f"max_new")
         return need
 
     def admit(self, slots, numbers, prompts, slot_prompt):
         """Gives each slot the keys of its prompt but for the last token: computed once a prompt, then copied."""
         other = slots[slot_prompt[slots] != numbers]
         slot_prompt[other] = -1   # overwritten below, so no source for a copy
-        jobs, copies = [], []
+        jobs, sources, targets, longest = [], [], [], 0
         for number in dict.fromkeys(numbers.tolist()):
             want = slots[(numbers == number) & (slot_prompt[slots] != number)]
             held = np.flatnonzero(slot_prompt == number)
@@ -613,11 +624,20 @@ class Engine:
                 jobs.append((int(want[0]), 0, prompts[number][:-1]))
                 held, want = want[:1], want[1:]
             if len(want):
-                copies.append((want, held[0], len(prompts[number]) - 1))
+                sources += [held[0]] * len(want)
+                targets += want.tolist()
+                longest = max(longest, len(prompts[number]) - 1)
         slot_prompt[slots] = numbers
         self.extend(jobs)
-        for want, source, length in copies:
-            self.kv[:, :, want, :, :length] = self.kv[:, :, source:source + 1, :, :length]
+        self.copy_slots(sources, targets, longest)
+
+    @torch.inference_mode()
+    def copy_slots(self, sources, targets, length):
+        """Copies the first `length` places; what lies there beyond a row's own length is overwritten as it grows."""
+        each = max(1, EXTEND_TOKENS * 2 // max(length, 1))   # slots at a time: bounds the memory of the gather
+        for i in range(0, len(sources) if length else 0, each):
+            source, target = (torch.as_tensor(x[i:i + each], device=self.device) for x in (sources, targets))
+            self.kv[:, :, target, :, :length] = self.kv[:, :, source, :, :length]
 
     # Stop strings -----------------------------------------------------------------------------------------------------
 
@@ -695,12 +715,11 @@ class Rows:
         is_eos = np.isin(tokens, eos) & (np.arange(len(tokens))[:, None] < take)
         ended = is_eos.any(axis=0)
         take = np.where(ended, is_eos.argmax(axis=0) + 1, take)
-        for j in range(len(tokens)):
-            some = j < take
-            at = rows[some], self.length[rows[some]] + j
-            self.ids[at], self.logp[at], self.mask[at] = tokens[j, some], logps[j, some], True
-            if self.entropy is not None:
-                self.entropy[at] = entropies[j, some]
+        j, i = np.nonzero(np.arange(len(tokens))[:, None] < take)
+        at = rows[i], self.length[rows[i]] + j
+        self.ids[at], self.logp[at], self.mask[at] = tokens[j, i], logps[j, i], True
+        if self.entropy is not None:
+            self.entropy[at] = entropies[j, i]
         real = rows >= 0
         self.length[rows[real]] += take[real]
         self.sampled[rows[real]] += take[real]

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+import engine
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Residual and norm
 
@@ -161,6 +163,16 @@ def attend(q, keys, values, pos):
 # only the block that holds the token is read again.
 
 
+GOLDEN, MIX1, MIX2 = (tl.constexpr(x) for x in (engine.GOLDEN, engine.MIX1, engine.MIX2))
+
+
+@triton.jit
+def mix(x):
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * MIX1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * MIX2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
 @triton.jit
 def block_sums_kernel(logits, top, total, best, dot, V, temperature, NB: tl.constexpr, BLOCK: tl.constexpr):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -176,10 +188,11 @@ def block_sums_kernel(logits, top, total, best, dot, V, temperature, NB: tl.cons
 
 
 @triton.jit
-def pick_kernel(logits, top, total, best, dot, u, state, counter, out_token, out_logp, out_entropy, V, slots, last,
+def pick_kernel(logits, top, total, best, dot, state, counter, out_token, out_logp, out_entropy, V, slots, last,
                 temperature, NB: tl.constexpr, NBP: tl.constexpr, BLOCK: tl.constexpr, GREEDY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     j = tl.load(counter)
+    pos = tl.load(state + slots + row) + 1
     b = tl.arange(0, NBP)
     m = tl.load(top + row * NB + b, mask=b < NB, other=float("-inf"))
     s = tl.load(total + row * NB + b, mask=b < NB, other=0.0)
@@ -196,7 +209,9 @@ def pick_kernel(logits, top, total, best, dot, u, state, counter, out_token, out
         # the first of equals, as argmax
         token = tl.min(tl.where(m == peak, tl.load(best + row * NB + b, mask=b < NB, other=V), V), 0).to(tl.int64)
     else:
-        target = tl.load(u + j * slots + row) * whole
+        # engine.key_uniform of the row's key and the new token's position
+        bits = mix((tl.load(state + 2 * slots + row) + GOLDEN) ^ mix(pos + GOLDEN))
+        target = ((bits >> 40) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08 * whole
         block = tl.minimum(tl.sum(((sums <= target) & (b < NB)).to(tl.int32), 0), NB - 1)
         before = tl.sum(tl.where(b < block, w, 0.0), 0)
         col = block * BLOCK + tl.arange(0, BLOCK)
@@ -212,15 +227,14 @@ def pick_kernel(logits, top, total, best, dot, u, state, counter, out_token, out
     tl.store(out_token + j * slots + row, token)
     tl.store(out_logp + j * slots + row, zt - peak - tl.log(whole))
     tl.store(state + row, token)
-    pos = tl.load(state + slots + row) + 1
     tl.store(state + slots + row, tl.minimum(pos, last))
 
 
-def sample(logits, u, state, counter, out_token, out_logp, out_entropy, temperature, greedy, last):
+def sample(logits, state, counter, out_token, out_logp, out_entropy, temperature, greedy, last):
     """
-    engine.sample_tokens and the bookkeeping of a captured step: logits (R, V) fp32 and u[counter] -> the token, its
-    log-prob and the entropy at [counter] of the out tensors (K, S), state (3, S): token and next position (at most
-    `last`). Greedy takes temperature 1.
+    engine.sample_tokens and the bookkeeping of a captured step: logits (R, V) fp32 -> the token, its log-prob and the
+    entropy at [counter] of the out tensors (K, S). state (3, S): token and position, moved on (the position to `last`
+    at most), and the row's key. Greedy takes temperature 1.
     """
     rows, v = logits.shape
     block = 2048
@@ -230,6 +244,6 @@ def sample(logits, u, state, counter, out_token, out_logp, out_entropy, temperat
     temperature = 1.0 if greedy else temperature
     block_sums_kernel[(rows, nb)](logits, parts[0], parts[1], best, parts[2], v, temperature, NB=nb, BLOCK=block,
                                   num_warps=4)
-    pick_kernel[(rows,)](logits, parts[0], parts[1], best, parts[2], u, state, counter, out_token, out_logp,
+    pick_kernel[(rows,)](logits, parts[0], parts[1], best, parts[2], state, counter, out_token, out_logp,
                          out_entropy, v, state.shape[1], last, temperature, NB=nb, NBP=triton.next_power_of_2(nb),
                          BLOCK=block, GREEDY=greedy, num_warps=4)

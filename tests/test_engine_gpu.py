@@ -7,7 +7,7 @@ import torch
 from test_engine import PROMPTS, TOK, V, rows, train_step
 
 import common
-from engine import Engine, sample_tokens
+from engine import Engine, key_uniform, sample_tokens
 from model import new_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -112,14 +112,14 @@ def test_fused_sampler_equals_the_plain_one(vocab):
     gen = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(rows, vocab, generator=gen) * 3).cuda()
     logits[:, : vocab // 3] = float("-inf")
-    u = torch.rand(4, slots, generator=gen).cuda()
-    u[2, 0] = 0
-    token, logp, entropy = (torch.zeros(4, slots, dtype=d, device="cuda") for d in (torch.int64, FP32, FP32))
+    keys = torch.randint(-2 ** 62, 2 ** 62, (slots,), generator=gen).cuda()
+    pos = torch.arange(slots, device="cuda")
+    u = key_uniform(keys, pos + 1)[:rows]
+    token, logp, entropy = (torch.zeros(4, slots, dtype=d, device="cuda") for d in (torch.int32, FP32, FP32))
     for temperature, greedy in ((1.0, False), (0.7, False), (1.0, True)):
-        state = torch.arange(slots, device="cuda").repeat(3, 1)
-        kernels.sample(logits, u, state, torch.tensor([2], device="cuda"), token, logp, entropy, temperature, greedy,
-                       200)
-        want = sample_tokens(logits, u[2, :rows], temperature, greedy, True)
+        state = torch.stack((pos, pos, keys))
+        kernels.sample(logits, state, torch.tensor([2], device="cuda"), token, logp, entropy, temperature, greedy, 200)
+        want = sample_tokens(logits, u, temperature, greedy, True)
         same = want[0] == token[2, :rows]
         assert same.float().mean() >= (1 if greedy else 0.99)   # a border of the CDF may round to either side
         assert torch.allclose(want[1][same], logp[2, :rows][same], atol=1e-5)
