@@ -61,7 +61,9 @@ def fail_in_one_line(run=None):
             text, code = "interrupted", 130
         elif disk_is_full(error):
             text, code = "the disk is full (no space left on device); what was written before is whole", 1
-        elif issubclass(kind, (RunError, OSError, torch.OutOfMemoryError)):
+        elif out_of_memory(error):
+            text, code = memory_advice(error, trace, run), 1
+        elif issubclass(kind, (RunError, OSError)):
             text, code = " ".join(str(error).split()), 1
         elif run is None:
             traceback.print_exception(kind, error, trace)   # a bug: show all of it
@@ -222,6 +224,83 @@ def make_optimizer(model, lr, weight_decay=0.0):
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay,
                              fused=model.device.type == "cuda")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Room: disk and memory against what a run will need, before it starts; and what to say when it runs out all the same
+
+GIB = 2 ** 30
+
+
+def memory_free(device):
+    """(free, total) bytes on the device; (None, None) where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    if device.type == "mps":
+        total = torch.mps.recommended_max_memory()
+        return total - torch.mps.driver_allocated_memory(), total
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return tuple(int(lines[k].split()[0]) * 1024 for k in ("MemAvailable", "MemTotal"))
+    except OSError:
+        return None, None
+
+
+def check_room(run, model, row_tokens, rows_a_step, slots=0):
+    """
+    Refuses a run that cannot fit (UserError with the need, what is free, the flag and a value that fits). The model and
+    a frozen copy are in memory already; still to come are gradients and AdamW's moments (12 bytes a parameter), the
+    sampler's copy of the weights in bf16, its cache, and what the layers keep for the backward pass: about
+    16 C + 6 F bytes a token and layer in bf16 (F: width of the SwiGLU), twice that in fp32.
+    """
+    c, half = model.config, model.compute_dtype != torch.float32
+    params, micro = model.num_params(), run.args.micro_batch_tokens
+    a_token = c.num_hidden_layers * (16 * c.hidden_size + 6 * c.intermediate_size) * (1 if half else 2)
+    cache = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * (2 if half else 4) * slots * row_tokens
+    logits = 3 * 4 * c.vocab_size * chunk_rows(c.vocab_size, model.device)
+    fixed = params * (12 + 2 * half * bool(slots)) + cache + logits
+    tokens = max(row_tokens, min(micro, row_tokens * rows_a_step))
+    free, total = memory_free(model.device)
+    run.room = {"fixed": fixed, "a_token": a_token}
+    if free is not None and fixed + tokens * a_token > free:
+        fits = int((free - fixed) / a_token)
+        mend = (f"--micro-batch-tokens {micro} is too much, {fits} would fit" if fits >= row_tokens else
+                f"even one row of {row_tokens} tokens a backward pass does not fit: take a smaller model, a smaller "
+                f"--max-new, or fewer --slots")
+        raise UserError(f"memory: the run needs about {(fixed + tokens * a_token) / GIB:.1f} GiB more on "
+                        f"{model.device}; {free / GIB:.1f} of {total / GIB:.1f} GiB are free; {mend}")
+    folder = next(p for p in [run.folder, *run.folder.resolve().parents] if p.exists())
+    need = (run.args.keep + 1) * params * 12 + 20 * row_tokens * rows_a_step * (run.args.max_steps or 0)
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise UserError(f"disk: checkpoints and samples need about {need / GIB:.2f} GiB; {free / GIB:.2f} GiB are free "
+                        f"at {folder}; lower --keep {run.args.keep}, or write elsewhere with --output-dir")
+
+
+def out_of_memory(error):
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def memory_advice(error, trace, run):
+    """One line for a memory error: asked, in use, total, the flag to lower and a value that would fit."""
+    asked = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
+    text = f"out of memory: asked for {asked[1] if asked else 'more'}"
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        text += f", {(total - free) / GIB:.1f} GiB in use of {total / GIB:.1f}"
+    else:
+        free, total = memory_free(torch.device("cpu"))
+        text += "" if free is None else f", {(total - free) / GIB:.1f} GiB in use of {total / GIB:.1f}"
+    args = getattr(run, "args", None)
+    sampling = any("engine" in Path(f.filename).name for f in traceback.extract_tb(trace))
+    if sampling and hasattr(args, "slots"):
+        return f"{text}; lower --slots {args.slots} ({max(1, args.slots // 2)} halves the cache)"
+    if hasattr(args, "micro_batch_tokens"):
+        half = args.micro_batch_tokens // 2
+        room = getattr(run, "room", None)
+        fits = int((0.9 * total - room["fixed"] * 4 / 3) / room["a_token"]) if room and total else half
+        return f"{text}; lower --micro-batch-tokens {args.micro_batch_tokens} ({max(1, min(half, fits))} would fit)"
+    return text
 
 
 # ----------------------------------------------------------------------------------------------------------------------

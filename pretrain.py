@@ -102,6 +102,8 @@ if __name__ == "__main__":
                       args.seed, device)
     model.compute_dtype = common.pick_precision(args.precision, device)
     optimizer = common.make_optimizer(model, args.lr, args.weight_decay)
+    longest = max(len(d) for d in docs)
+    common.check_room(run, model, longest, args.batch_tokens // longest)
     run.start(None, [args.data], device)
 
     first = 0

@@ -203,6 +203,8 @@ if __name__ == "__main__":
     reference = copy.deepcopy(model).requires_grad_(False) if args.beta else None
     exact = reference is not None and args.kl_estimator == "exact"
     engine = Engine(model, tokenizer, slots=args.slots)
+    longest = max(len(common.encode_prompt(tokenizer, row["prompt"])) for row in fits) + args.max_new
+    common.check_room(run, model, longest, args.prompts_per_step * args.num_generations, args.slots)
     run.start(folder, [task.path(s) for s in (task.train, *task.splits)], device)
 
     first = 0

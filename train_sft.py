@@ -98,6 +98,7 @@ if __name__ == "__main__":
     steps = args.max_steps or math.ceil(args.epochs * len(rows) / args.rows_per_step)
     optimizer = common.make_optimizer(model, lr)
     engine = Engine(model, tokenizer, slots=args.slots)
+    common.check_room(run, model, max(len(x) + len(y) for x, y in rows), args.rows_per_step, args.slots)
     run.start(folder, [args.data] + ([args.valid] if valid else []) + [task.path(s) for s in task.splits], device)
 
     first = 0
