@@ -116,6 +116,10 @@ class Rollout:
     stats: dict                   # tokens_sampled, prompt_tokens, injected_tokens, prefill_s, decode_s, wall_s, ...
 
 
+GOING, EOS, STOP, LENGTH = range(4)
+FINISH = (None, "eos", "stop", "length")
+
+
 def round_up(x, multiple):
     return (x + multiple - 1) // multiple * multiple
 
@@ -200,6 +204,8 @@ class Engine:
         self.device = torch.device(device) if device is not None else model.device
         self.context = min(context or 2048, c.max_position_embeddings)
         self.look = 8 if self.device.type != "cpu" else 4   # decode steps between two looks of the host
+        # A refill on a GPU is some hundred launches however few rows it brings, so it waits until a few have ended
+        self.refill = max(1, slots // 16) if self.device.type == "cuda" else 1
         self.kv = None                                      # (2, L, S, Hkv, T, D): keys and values
         self.piece_ends = {}                                # stop strings -> which tokens can complete one of them
         self.load()
@@ -241,6 +247,9 @@ class Engine:
         that refresh() casts again.
         """
         params = [getattr(m, name) for m in modules]
+        extra = {n for m in modules for n, _ in m.named_parameters()} - {"weight", "bias"}
+        if extra:   # an adapter, say: leaving it out would sample from another model than the trainer's
+            raise TypeError(f"{type(modules[0]).__name__} has a parameter that the engine does not know: {min(extra)}")
         if any(p.dtype != dtype or p.device != self.device for p in params):
             fused = torch.cat([p.detach().to(self.device, dtype) for p in params])
             self.copied.append((fused, modules, name))
@@ -537,7 +546,7 @@ class Engine:
             # admit: rows in order, into the lowest free slots
             clock = time.perf_counter()
             free = np.flatnonzero(slot_row[:usable] < 0)[:b - waiting]
-            if len(free):
+            if len(free) and (len(free) >= min(self.refill, b - waiting) or (slot_row < 0).all()):
                 slot_row[free] = np.arange(waiting, waiting + len(free))
                 waiting += len(free)
                 self.admit(free, slot_row[free] // n, prompts, slot_prompt)
@@ -577,11 +586,9 @@ class Engine:
                 self.reserve(0, max(start + len(ids) + 1 for _, start, ids in jobs))
                 self.extend(jobs)
                 stats["prefill_s"] += time.perf_counter() - clock
-            for slot in np.flatnonzero((rows >= 0) & (run.room(rows, max_new, most) <= 0)):
-                run.finish[rows[slot]] = run.finish[rows[slot]] or "length"
-            for slot in np.flatnonzero(rows >= 0):
-                if run.finish[rows[slot]]:
-                    slot_row[slot] = -1
+            full = rows[(rows >= 0) & (run.room(rows, max_new, most) <= 0)]
+            run.finish[full[run.finish[full] == GOING]] = LENGTH
+            slot_row[:size][run.finish[rows] != GOING] = -1   # idle slots stay -1 whatever row -1 says
             if progress is not None:
                 progress(waiting - int((slot_row >= 0).sum()), b, int(run.sampled.sum()))
         stats["wall_s"] = time.perf_counter() - began
@@ -662,7 +669,7 @@ class Engine:
 
     def handle_stop(self, run, slot, row, took, stop, on_stop, max_new, most):
         """Cuts the row where a stop string is complete, and asks on_stop how to go on -> jobs for extend()."""
-        start, length = run.segment[row], run.length[row] - (run.finish[row] == "eos")
+        start, length = run.segment[row], run.length[row] - (run.finish[row] == EOS)
         if not any(s in self.text(run.ids[row, start:length]) for s in stop):
             return []
         for end in range(max(run.length[row] - took, start) + 1, length + 1):
@@ -673,9 +680,9 @@ class Engine:
         run.cut(row, end)   # what was sampled after it, an eos too, never happened
         inject = None if on_stop is None else on_stop(int(row), text, min(found, key=text.index))
         if inject is None:
-            run.finish[row] = "stop"
+            run.finish[row] = STOP
         elif end + len(inject) > most:
-            run.finish[row] = "length"
+            run.finish[row] = LENGTH
         else:
             run.inject(row, inject)
             if run.room(np.array([row]), max_new, most)[0] > 0:
@@ -693,7 +700,7 @@ class Rows:
         self.prompt_length = np.repeat([len(p) for p in prompts], n)
         self.length, self.segment = self.prompt_length.copy(), self.prompt_length.copy()   # segment: see generate, text
         self.sampled, self.injected = np.zeros(b, dtype=np.int64), np.zeros(b, dtype=np.int64)
-        self.finish = [None] * b
+        self.finish = np.zeros(b, dtype=np.int8)   # GOING
         self.ids, self.mask = np.zeros((b, most), dtype=np.int64), np.zeros((b, most), dtype=bool)
         self.logp, self.entropy = np.zeros((b, most), dtype=np.float32), None   # indexed by the token that is scored
         if entropy:
@@ -723,8 +730,7 @@ class Rows:
         real = rows >= 0
         self.length[rows[real]] += take[real]
         self.sampled[rows[real]] += take[real]
-        for row in rows[ended]:
-            self.finish[row] = "eos"
+        self.finish[rows[ended]] = EOS
         return take
 
     def cut(self, row, length):
@@ -733,7 +739,7 @@ class Rows:
         for x in (self.ids, self.mask, self.logp, self.entropy):
             if x is not None:
                 x[row, length:] = 0
-        self.length[row], self.finish[row] = length, None
+        self.length[row], self.finish[row] = length, GOING
 
     def inject(self, row, ids):
         """Tokens that the policy did not sample: they are seen (attention), not trained on (mask, log-prob 0)."""
@@ -751,10 +757,10 @@ class Rows:
         tokens = int(self.sampled.sum())
         stats = {"tokens_sampled": tokens, "prompt_tokens": int(self.prompt_length.sum()),
                  "injected_tokens": int(self.injected.sum()), **stats, "tokens_per_s": tokens / stats["wall_s"],
-                 "path": "fused kernels" if engine.fused else "flash" if engine.flash else "plain"}
+                 "slots": engine.slots, "path": "fused kernels" if engine.fused else "flash" if engine.flash else "plain"}
         tensor = torch.from_numpy
         return Rollout(ids=tensor(self.ids[:, :t].copy()), mask=tensor(self.mask[:, :t].copy()),
                        length=tensor(self.length), prompt_length=tensor(self.prompt_length),
                        logp=tensor(self.logp[:, 1:t].copy()),
                        entropy=None if self.entropy is None else tensor(self.entropy[:, 1:t].copy()),
-                       finish=self.finish, stats=stats)
+                       finish=[FINISH[f] for f in self.finish], stats=stats)

@@ -174,6 +174,9 @@ def test_samples_do_not_depend_on_what_runs_beside_them():
     assert len(set(map(tuple, whole[:4]))) == 4                             # samples of a prompt differ
     for slots in (1, 3, 7):                                                 # refill, and prompts that share a slot
         assert rows(Engine(model, slots=slots).generate(PROMPTS, 4, prompt_ids=[40, 41, 42, 43], **args)) == whole
+    lazy = Engine(model, slots=7)
+    lazy.refill = 4                                                         # as on a GPU: slots stay idle for a while
+    assert rows(lazy.generate(PROMPTS, 4, prompt_ids=[40, 41, 42, 43], **args)) == whole
     one = Engine(model, slots=5)
     assert rows(one.generate([PROMPTS[2]], 4, prompt_ids=[42], **args)) == whole[8:12]
     mixed = [PROMPTS[3], [30] * 40, PROMPTS[0]]
@@ -438,6 +441,13 @@ def test_weights_are_shared_and_stay_so():
     assert [n for n, _ in model.named_parameters()] == names
     model.compute_dtype = torch.bfloat16   # a change of precision is followed too
     assert e.generate(PROMPTS, max_new=9).logp.isfinite().all() and e.kv.dtype == torch.bfloat16
+
+
+def test_a_parameter_that_the_engine_does_not_know_is_refused():
+    model = tiny()
+    model.model.layers[1].mlp.up_proj.register_parameter("lora_A", torch.nn.Parameter(torch.zeros(2, 32)))
+    with pytest.raises(TypeError, match="lora_A"):
+        Engine(model)
 
 
 def test_a_fused_model_saves_and_loads(tmp_path):
