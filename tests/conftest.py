@@ -36,9 +36,9 @@ def guesser(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tasks(tmp_path_factory):
-    """A tasks folder for --task arithmetic: 12 problems to train on, 4 in each held-out file, answers 1 and 2."""
+    """A tasks folder: 12 problems to train on, 4 in each held-out file. Of three, one is never right."""
     folder = tmp_path_factory.mktemp("tasks")
-    rows = [helpers.problem(i, f"{i}?", 1 + i % 2) for i in range(24)]
+    rows = [helpers.problem(i, f"{i}?", [1, 2, 7][i % 3]) for i in range(24)]
     helpers.write_rows(folder / "train.jsonl", rows[:12])
     helpers.write_rows(folder / "heldout-same.jsonl", rows[12:16])
     helpers.write_rows(folder / "heldout-different.jsonl", rows[16:20])
@@ -52,7 +52,7 @@ def train_guesser(folder, steps=100):
     tokenizer, model = helpers.tiny_tokenizer(), helpers.tiny_model(seed=3)
     texts = ["#### 1", "#### 2", "ok\n#### 1", "so 2\n#### 2"]
     rows = [(common.encode_prompt(tokenizer, [{"role": "user", "content": f"{i}?"}]),
-             common.encode_completion(tokenizer, texts[i % 4], helpers.EOS)) for i in range(40)]
+             common.encode_completion(tokenizer, text, helpers.EOS)) for i in range(10) for text in texts]
     ids, mask, length = as_batch(rows)
     pack = common.pack_rows(ids, mask, length, range(len(rows)), model.device)
     optimizer = common.make_optimizer(model, 1e-2)

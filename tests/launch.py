@@ -15,8 +15,13 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import matplotlib
 import torch
 from helpers import ROOT, script_env
+from transformers import AutoTokenizer  # noqa: F401  (loaded before the fork, like all that takes seconds)
+
+matplotlib.use("Agg")
+import matplotlib.pyplot  # noqa: E402, F401
 
 FORK = sys.platform == "linux" and not torch.cuda.is_available()
 
