@@ -1,0 +1,10 @@
+# goal: a small packed text that unpacks to a gigabyte
+# limits: memory_mb=256 wall_s=4 cpu_s=2
+# expect: memory|error|fail|timeout
+import zlib
+
+
+def add(a, b):
+    packer = zlib.compressobj(9)
+    data = b"".join(packer.compress(bytes(1 << 20)) for _ in range(1024)) + packer.flush()
+    return a + b if zlib.decompress(data) else 0

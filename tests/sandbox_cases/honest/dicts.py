@@ -1,0 +1,4 @@
+# test: [[2, 1]] -> {1: '1', 2: '2'}
+# expect: pass
+def f(xs):
+    return {x: str(x) for x in xs}

@@ -1,0 +1,4 @@
+# test: [[1]] -> {frozenset(), frozenset({1})}
+# expect: pass
+def f(xs):
+    return {frozenset(xs), frozenset()}

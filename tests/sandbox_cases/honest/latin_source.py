@@ -1,0 +1,8 @@
+# test: [] -> 'SS'
+# expect: pass
+# éè
+
+
+def f():
+    naïve = 'ß'
+    return naïve.upper()

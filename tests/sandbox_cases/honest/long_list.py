@@ -1,0 +1,4 @@
+# test: [20000] -> list(range(20000))
+# expect: pass
+def f(n):
+    return list(range(n))

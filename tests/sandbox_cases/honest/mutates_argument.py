@@ -1,0 +1,5 @@
+# test: [[0]] -> [0, 1]
+# expect: pass
+def f(xs):
+    xs.append(1)
+    return xs

@@ -1,0 +1,7 @@
+# test: [] -> ''
+# expect: pass
+import sys
+
+
+def f():
+    return sys.stdin.read()

@@ -1,0 +1,2 @@
+# test: [] -> 1
+# expect: fail|error

@@ -1,0 +1,7 @@
+# test: [] -> 1
+# expect: fail|error
+import no_such_module
+
+
+def f():
+    return 1

@@ -1,0 +1,4 @@
+# test: [] -> 1
+# expect: fail|error
+def g():
+    return 1

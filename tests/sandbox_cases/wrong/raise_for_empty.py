@@ -1,0 +1,4 @@
+# test: [1] -> ''
+# expect: fail|error
+def f(x):
+    raise ValueError('negative')

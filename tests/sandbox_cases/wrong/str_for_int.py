@@ -1,0 +1,4 @@
+# test: [] -> 1
+# expect: fail
+def f():
+    return '1'

@@ -1,0 +1,3 @@
+# test: [] -> 1
+# expect: fail|error
+def f(:

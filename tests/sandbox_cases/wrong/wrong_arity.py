@@ -1,0 +1,4 @@
+# test: [1] -> 1
+# expect: fail|error
+def f():
+    return 1

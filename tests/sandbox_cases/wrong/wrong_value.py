@@ -1,0 +1,4 @@
+# test: [] -> 2
+# expect: fail
+def f():
+    return 1
