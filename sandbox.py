@@ -319,7 +319,7 @@ def decode(tree, hook=None, nodes=MAX_NODES):
             if tag == "o":
                 return Opaque(*_exact(str, [body]))
         except (TypeError, ValueError, ArithmeticError, KeyError, IndexError, RecursionError) as error:
-            raise ValueError(f"malformed value: {type(error).__name__}") from None
+            raise ValueError(f"malformed value: {error}"[:200]) from None
         raise ValueError("unknown tag")
 
     return walk(tree, 0)
@@ -1160,12 +1160,13 @@ class Server:
         os._exit(0)
 
     def serve(self):
-        parent, rest, fds = os.getppid(), b"", []
+        rest, fds = b"", []
+        self.parent = os.getppid()
         poll = select.poll()
         poll.register(self.control, select.POLLIN)
         while True:
             if not poll.poll(1000):
-                if os.getppid() != parent:
+                if os.getppid() != self.parent:
                     return
                 continue
             data, new, _, _ = socket.recv_fds(self.control, 65536, 8)
@@ -1175,7 +1176,12 @@ class Server:
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 if line != b"kill":  # that came too late for the program before
-                    self.control.sendall(json.dumps(self.run(json.loads(line), fds)).encode() + b"\n")
+                    try:
+                        reply = self.run(json.loads(line), fds)
+                    except OSError as error:  # told, and the server ends: what it forked ends with it
+                        self.control.sendall(json.dumps({"reason": "setup: " + describe_step(error)}).encode() + b"\n")
+                        raise
+                    self.control.sendall(json.dumps(reply).encode() + b"\n")
                     fds = []
 
     def run(self, limits, fds):
@@ -1312,6 +1318,8 @@ class Server:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return "wall"
+                if os.getppid() != self.parent:
+                    return "gone"
                 step = 0.002 if handle is None else left if self.tier == "ns" else min(left, 0.02)
                 for fd, _ in poll.poll(step * 1000 + 1):
                     if fd == handle:
@@ -1691,6 +1699,7 @@ class Sandbox:
             raise ValueError(f"tier is {tier!r}, want 'ns', 'landlock' or None")
         self.limits, self.module_limits = limits or Limits(), limits or Limits.modules()
         self.faults = self.retries = 0
+        self.interrupted = False
         self.workers, self.idle, self.closed, self.pid = [], queue.LifoQueue(), False, os.getpid()
         problems = []
         for name in [tier] if tier else ["ns", "landlock"] + ["unsafe"] * unsafe:
@@ -1738,7 +1747,7 @@ class Sandbox:
                 except ServerFault as fault:
                     worker.kill()
                     self.faults += 1
-                    if attempt == 2:
+                    if attempt == 2 or self.interrupted:
                         raise SandboxUnavailable(f"tier {self.tier}: the server failed twice over one program: {fault}") from None
         except BaseException:
             worker.kill()  # in the middle of a program: its state is unknown
@@ -1793,12 +1802,14 @@ class Sandbox:
                 thread.join()
         except BaseException as error:  # Ctrl-C: no verdict is made of what is half done
             errors.append(error)
+            self.interrupted = True
             for worker in self.workers:
                 if worker.process is not None:
                     worker.process.kill()
             for thread in threads:
                 if thread.ident:
                     thread.join()
+            self.interrupted = False
             raise
         if errors:
             raise errors[0]
@@ -1910,7 +1921,7 @@ class Sandbox:
         if not status:
             code = reply["ended"][0][0]
             if malformed:
-                status, message = "protocol", "results are malformed"
+                status, message, passed = "protocol", "results are malformed", []
             elif memory and not all(passed):
                 status, message = "memory", "ran out of memory"
             elif len(passed) < len(wants):
@@ -2043,7 +2054,7 @@ def main(argv=None):
             if args.tests.endswith(".json"):
                 tests = [(list(a), want) for a, want in json.loads(tests)]
         except (OSError, ValueError, TypeError) as error:
-            parser.error(f"{error}")
+            parser.error(f"{args.file} with --tests {args.tests}: {error}")
         with Sandbox(workers=1, tier=args.tier, unsafe=args.unsafe_sandbox) as box:
             if box.tier == "unsafe":
                 print("--unsafe-sandbox: rlimits only, the program can read files and use the network", file=sys.stderr)

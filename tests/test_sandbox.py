@@ -112,7 +112,7 @@ def test_exceptions_match_only_what_expects_them(box):
 
 
 @pytest.mark.parametrize("code, status", [
-    ("def f(:\n", "error"), ("raise ValueError('x')\ndef f(): pass", "error"), ("import os; os._exit(0)", "error"),
+    ("def f(:\n", "error"), ("raise ValueError('x')\ndef f(): pass", "error"), ("import os; os._exit(0)", "protocol"),
     ("x = 1", "error"), ("def f():\n    import os; os._exit(0)", "protocol"), ("def f():\n    import os; os._exit(3)", "error"),
     ("def f():\n    import os; os.close(3); return 1", "error"), ("def f():\n    import os; os.write(3, b'[1]\\n'); return 1", "protocol"),
     ("def f():\n    import os\n    os.write(3, b'[\"v\", 1]\\n')\n    return 1", "protocol"),
@@ -324,10 +324,10 @@ def test_run(box):
     ("import signal, time\n    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 64))\n    while True: pass", "timeout"),
     ("return 9 ** 9 ** 9", ("timeout", "memory")), ("import time\n    time.sleep(0.2)\n    return 1", "pass")])
 def test_limits(box, body, status):
-    limits = Limits(wall_s=1.5, cpu_s=1.0)
+    limits = Limits(wall_s=1.5, cpu_s=1.0, memory_mb=256)
     result = box.judge(f"def f():\n    {body}\n", [([], 1)], limits=limits)
     assert result.status in (status if isinstance(status, tuple) else (status,)), result
-    assert result.wall_s < 2.5 and result.rss_mb < 560
+    assert result.wall_s < 2.5 and result.rss_mb < 300
 
 
 def test_threads(box):
@@ -346,7 +346,8 @@ def test_threads(box):
     """
     assert judge(box, code, [([10], 10)]).passed
     result = judge(box, code, [([100], "refused")])
-    assert result.passed if box.tier == "ns" else (result.status == "error" and "threads" in result.message)
+    # without a limit of threads, memory may stop them before the server has counted them
+    assert result.passed or box.tier == "landlock" and result.status == "error" and "threads" in result.message
 
 
 def test_files(box):
@@ -477,7 +478,7 @@ def test_tests_are_nowhere_in_the_candidate(box):
         for name in list(sys.modules): 
             if "hidden" in name: return "found"
         texts = [x for t in gc.get_objects() if isinstance(t, (dict, list, tuple)) for x in (t.values() if isinstance(t, dict) else t) if isinstance(x, str)]
-        return "found" if any("assert" + "Equal(m.f(), 'cl" in x for x in texts) else "clean"
+        return "found" if any("".join(["assert", "Equal(m.f(), 'cl"]) in x for x in texts) else "clean"
     """
     tests = "import unittest, m\nclass T(unittest.TestCase):\n    def test_it(self): self.assertEqual(m.f(), 'clean')\n"
     assert judge(box, code, tests).passed and judge(box, code, tests).passed
@@ -809,7 +810,7 @@ def test_servers_are_replaced(monkeypatch):
 
 def without(denied, body, **more):
     """Runs body in a process whose calls `denied`, {name or number: errno}, fail."""
-    return run_script(f"""
+    return run_script(textwrap.dedent(f"""
     import errno, struct, sandbox
     def deny(table):
         column, arch, *_ = sandbox.ARCHES[sandbox.platform.machine()]
@@ -825,7 +826,7 @@ def without(denied, body, **more):
         sandbox.libc.prctl(38, 1, 0, 0, 0)
         sandbox.Filter(b"".join(struct.pack("HBBI", *step) for step in program)).install()
     deny({denied!r})
-    """ + textwrap.dedent(body), **more)
+    """) + textwrap.dedent(body), **more)
 
 
 CHOOSE = """
@@ -882,7 +883,7 @@ def test_a_probe_that_gets_out_is_refused(monkeypatch):
     monkeypatch.setattr(sandbox, "PROBE", sandbox.PROBE.replace("def read_canary(): open(canary).read()", "def read_canary(): pass"))
     with pytest.raises(SandboxUnavailable, match="self-test: read_canary"):
         Sandbox(workers=1)
-    monkeypatch.setattr(sandbox, "PROBE", "def probe(*a): raise ValueError")
+    monkeypatch.setattr(sandbox, "PROBE", "import os; os._exit(0)")
     with pytest.raises(SandboxUnavailable, match="no answer"):
         Sandbox(workers=1)
 
