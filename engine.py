@@ -10,7 +10,7 @@ ones. A prompt's keys and values are computed once (`extend`) and copied to the 
 last token: that one goes through the decode step like every later token, so there is one sampling path only. The host
 looks every few steps. Then it ends rows, cuts a row at the token that completed a stop string, writes the keys of
 injected text, gives free places to waiting rows, and moves rows down so that a short tail is cheap. On CUDA a decode
-step is one captured graph; on CPU and MPS the same function runs eagerly.
+step is one captured graph, in bf16 of the kernels in engine_cuda.py; on CPU and MPS the same function runs eagerly.
 
 Numbers. The steps are those of model.py: residual stream in fp32, products in `compute_dtype`, head with fp32 output.
 A token is drawn by inverse CDF from one uniform number, a hash of (seed, step, prompt id, sample, position). So a
@@ -113,7 +113,10 @@ class Rollout:
     logp: torch.Tensor            # (B, T-1) fp32; logp[:, t] scores ids[:, t+1] as it was sampled; 0 where mask is 0
     entropy: torch.Tensor | None  # (B, T-1) nats, aligned like logp
     finish: list                  # "eos" | "stop" | "length"
-    stats: dict                   # tokens_sampled, prompt_tokens, injected_tokens, prefill_s, decode_s, wall_s, ...
+    # tokens_sampled, prompt_tokens, injected_tokens; prefill_s, decode_s, wall_s; tokens_per_s (sampled / wall_s);
+    # steps; slot_steps (steps x slots that ran; tokens_sampled / slot_steps is the share that was of use); path: "fused
+    # kernels" (CUDA in bf16 with Triton), "flash" (without Triton), "plain" (everything else)
+    stats: dict
 
 
 GOING, EOS, STOP, LENGTH = range(4)
@@ -480,7 +483,7 @@ class Engine:
 
     def graph(self, rows, temperature, greedy, entropy):
         """The captured decode step of `rows` slots, made on first use."""
-        key = (rows, temperature, greedy, entropy)
+        key = (rows, temperature, greedy, entropy and not self.fused)   # the fused sampler has the entropy anyway
         if key not in self.graphs:
             saved = self.state.clone()
 
@@ -679,6 +682,9 @@ class Engine:
                 break
         run.cut(row, end)   # what was sampled after it, an eos too, never happened
         inject = None if on_stop is None else on_stop(int(row), text, min(found, key=text.index))
+        if inject and not 0 <= min(inject) <= max(inject) < self.model.config.vocab_size:
+            raise ValueError(f"on_stop gave ids from {min(inject)} to {max(inject)}, outside the vocabulary of "
+                             f"{self.model.config.vocab_size}")
         if inject is None:
             run.finish[row] = STOP
         elif end + len(inject) > most:
@@ -757,7 +763,7 @@ class Rows:
         tokens = int(self.sampled.sum())
         stats = {"tokens_sampled": tokens, "prompt_tokens": int(self.prompt_length.sum()),
                  "injected_tokens": int(self.injected.sum()), **stats, "tokens_per_s": tokens / stats["wall_s"],
-                 "slots": engine.slots, "path": "fused kernels" if engine.fused else "flash" if engine.flash else "plain"}
+                 "path": "fused kernels" if engine.fused else "flash" if engine.flash else "plain"}
         tensor = torch.from_numpy
         return Rollout(ids=tensor(self.ids[:, :t].copy()), mask=tensor(self.mask[:, :t].copy()),
                        length=tensor(self.length), prompt_length=tensor(self.prompt_length),

@@ -386,6 +386,11 @@ def sum_injected(r):
     return (inside & ~r.mask).sum(1) - r.prompt_length
 
 
+def test_injected_ids_outside_the_vocabulary_are_refused():
+    with pytest.raises(ValueError, match="61"):
+        Engine(tiny(scale=5.0), TOK).generate(PROMPTS, 8, max_new=40, stop=["a", "#"], on_stop=lambda *_: [3, V])
+
+
 def test_a_cache_that_grows_under_injection():
     model = tiny(scale=5.0, eos=0, context=1024)
     r = Engine(model, TOK, slots=3, context=700).generate(PROMPTS, 2, max_new=12, temperature=1.4, seed=4,
