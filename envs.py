@@ -5,14 +5,22 @@ A task is one class and one row of TASKS. `load(split)` gives checked rows, `gra
 strictly (the marked answer, `#### N`), which is the reward and the headline score, and leniently (the last number).
 A row's grade never depends on other rows, and a truncated answer is wrong in both readings.
 """
+import functools
 import importlib.util
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import torch
 
 import common
-from common import ROOT, UserError
+from common import ROOT, RunError, UserError
 
 
 class NumberTask:
@@ -65,8 +73,149 @@ class GSM8K(NumberTask):
     """Grade-school word problems (arXiv 2110.14168)."""
     name, splits = "gsm8k", ("test",)
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Competition mathematics: the answers are LaTeX, compared as values by math-verify in a process of its own
 
-TASKS = {t.name: t for t in (Arithmetic, GSM8K)}
+def verify_answers():
+    """
+    The whole program of that process: one line [gold, text, marked] in, one line 1 or 0 out. LaTeX of a model may keep
+    sympy busy for ever inside one C call (9^{9^{9^9}}), so the kernel ends the process when an answer takes too long.
+    """
+    import functools
+    import json
+    import logging
+    import resource
+    import signal
+    import sys
+
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    logging.disable(logging.CRITICAL)
+    replies, sys.stdout = sys.stdout, sys.stderr   # whatever a library prints, only verdicts leave by the pipe
+    # its list of units is not used: it holds "t", "h" and "ab", so that 5t would equal 5
+    latex = LatexExtractionConfig(normalization_config=NormalizationConfig(malformed_operators=True, nits=True))
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+
+    @functools.lru_cache(maxsize=4096)
+    def value(text):
+        return parse(f"\\boxed{{{text}}}", [latex], "no_fallback", "first_match", parsing_timeout=None)
+
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)      # the default is the end, with no help from Python
+    print("ready", file=replies, flush=True)
+    for line in sys.stdin:                         # the parent's death ends the loop
+        gold, text, marked = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, 2)    # seconds of CPU, so that a busy machine changes no verdict
+        signal.setitimer(signal.ITIMER_REAL, 20)
+        found = value(text) if marked else parse(text, [latex, ExprExtractionConfig()], "no_fallback",
+                                                 parsing_timeout=None)
+        right = verify(value(gold), found, float_rounding=8, allow_set_relation_comp=True, timeout_seconds=None)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(int(right), file=replies, flush=True)
+
+
+class Verifier:
+    """Asks that process; starts it at the first question and again after it was ended. `stopped`: answers that did."""
+    program = inspect.getsource(verify_answers) + "verify_answers()\n"   # no torch in it: it starts within a second
+
+    def __init__(self):
+        self.child, self.stopped = None, 0
+
+    def start(self):
+        if not importlib.util.find_spec("math_verify"):
+            raise UserError("--task math500 needs the package math-verify (pip install math-verify)")
+        # a session of its own: Ctrl-C is for the script, which still wants to grade what it has sampled
+        child = subprocess.Popen([sys.executable, "-P", "-c", self.program], text=True, stdin=subprocess.PIPE,
+                                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+                                 env={**os.environ, "PYTHONHASHSEED": "0"})
+        if child.stdout.readline() != "ready\n":
+            raise RunError(f"the grader of math500 did not start (exit code {child.wait()}); "
+                           f"python -c 'import math_verify' shows why")
+        return child
+
+    @functools.lru_cache(maxsize=1 << 16)   # noqa: B019  (there is one Verifier, and samples repeat their answers)
+    def equal(self, gold, text, marked):
+        if self.child is None or self.child.poll() is not None:
+            self.child = self.start()
+        child, self.child = self.child, None   # an interrupt in here leaves no late reply to the next question
+        child.stdin.write(json.dumps([gold, text, marked]) + "\n")
+        child.stdin.flush()
+        reply = child.stdout.readline()
+        if reply:
+            self.child = child
+        else:
+            self.stopped += 1
+            print(f"math500: grading {text[:60]!r} was stopped (exit code {child.wait()}); it counts as wrong, "
+                  f"{self.stopped} so far", file=sys.stderr, flush=True)
+        return reply == "1\n"
+
+
+WORDS = re.compile(r"\\(?:text|mbox|textbf|mathrm)\s*\{[^{}]+\}|[A-Za-z][A-Za-z ]{3,}")
+UNIT = re.compile(r"(?:(?<=\S)\s*\\(?:text|mbox|mathrm)\s*\{[^{}]*\}"                        # 15\mbox{ cm}^2
+                  r"|(?<=\d)\s*(?:(?:cm|mm|km|ft|kg)|\s[A-Za-z][A-Za-z ]{3,}))(\^\{?\d\}?)?$")   # 3 cm  7 square feet
+BASE = re.compile(r"(?<=\d)_\{?(\d+)\}?$")                                                   # 52_8
+
+
+def last_box(text):
+    """What the last \\boxed{...} holds, or None."""
+    rest, depth = text.rpartition("\\boxed{")[2] if "\\boxed{" in text else "", 1
+    for i, c in enumerate(rest):
+        depth += (c == "{") - (c == "}")
+        if depth == 0:
+            return rest[:i]
+
+
+class MathTask(NumberTask):
+    """MATH-500 (arXiv 2103.03874, the test problems of 2305.20050): numbers, roots, sets, intervals, matrices, words"""
+    name, extractor, splits = "math500", "math-verify-1", ("test",)
+    verifier = Verifier()
+
+    def path(self, split):
+        if split == self.train and not (self.folder / f"{split}.jsonl").exists():
+            raise UserError(f"--task math500: {self.folder} has no {split}.jsonl, it is a test and nothing to train on "
+                            f"(--tasks-dir takes a folder with {split}.jsonl and test.jsonl)")
+        return super().path(split)
+
+    def check(self, row):
+        if not self.equal(str(row["answer"]), str(row["answer"])):   # a key that no answer could equal
+            raise ValueError(f"`answer` {row['answer']!r} is no value that math-verify can read")
+
+    def clean(self, text):
+        """An answer without bold, math, money and degree signs and without its unit; x \\in [1, 2] is [1, 2]."""
+        text = text.strip().lstrip("*`_=: ").rstrip("*`_. ")
+        text = re.sub(r"(?<!\\)\\[()\[\]]|\\?[$€£]|°|\^\{?\\circ\}?|\\!", "", last_box(text) or text)
+        return re.sub(r"^[A-Za-z]\s*\\in\b\s*", "", UNIT.sub("", text.strip().rstrip(".")))
+
+    def equal(self, gold, text):
+        """Whether two answers are one value: words by their letters, numbers exactly, the rest by math-verify."""
+        gold, text = self.clean(gold), self.clean(text)
+        if WORDS.fullmatch(gold):
+            a, b = (re.sub(r"\\[a-z]+|[\W_]", "", x.lower()) for x in (gold, text))
+            return a == b != ""
+        base, want = BASE.search(text), BASE.search(gold)
+        if not text or (base and want and base[1] != want[1]):   # math-verify drops the base
+            return False
+        gold, text = BASE.sub("", gold), BASE.sub("", text)
+        a, b = common.read_number(gold, whole=True), common.read_number(text, whole=True)
+        if a is not None and b is not None and "%" not in gold + text:
+            return abs(a - b) <= Fraction(1, 10 ** 6) * min(1, abs(a))   # 1/3 is 0.333333, 0.0001 is not 0.0001001
+        return self.verifier.equal(gold, text, True)
+
+    def grade(self, text, row):
+        """As NumberTask's. The lenient reading is the mark, else the last box, else what math-verify finds."""
+        gold = str(row["answer"])
+        found = self.clean(text.rpartition("####")[2].split("\n")[0]) if "####" in text else ""
+        if found and len(found) <= 500:   # no key is near as long
+            right = self.equal(gold, found)
+            return {"right": right, "lenient": right, "answer": found}
+        box = last_box(text)
+        lenient = self.equal(gold, box[:500]) if box else self.verifier.equal(self.clean(gold), text[-2000:], False)
+        return {"right": False, "lenient": lenient, "answer": None}
+
+
+TASKS = {t.name: t for t in (Arithmetic, GSM8K, MathTask)}
 
 
 def load_rows(path, task, limit=None):
