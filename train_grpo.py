@@ -183,7 +183,7 @@ if __name__ == "__main__":
     common.fail_in_one_line()
     args = get_args()
     make_reward, advantage, arm_norm = ARMS[args.arm]
-    norm, lr = args.loss_norm or arm_norm, 1e-4 if args.lr is None else args.lr
+    norm, lr = args.loss_norm or arm_norm, 3e-5 if args.lr is None else args.lr
     run = common.Run(args, args.arm)
 
     device = common.pick_device(args.device)
