@@ -422,6 +422,36 @@ def device_name(device):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Predictions: what is expected of a run, written down before it; report.py reconciles them afterwards
+
+PREDICTED = re.compile(r"""
+    (?P<key> [\w-]+\.(?:(?:lenient_)?pass@\d+ | gain(?:@\d+)? | (?:lenient_)?greedy | mean_length | truncated | entropy
+                        | parsable)                                                      # heldout-same.pass@1
+      | losses\.\w+ | wall_s | peak_mem_gib | peak_rss_gib | cost | prompts | rollouts | tokens_sampled
+      | tokens_trained )
+    \s* (?P<op>>=|<=|>|<|=) \s* (?P<value>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)
+    (?: \s*(?:\+-|±)\s* (?P<within>(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?) )?""", re.VERBOSE)
+
+
+def parse_prediction(text):
+    """'heldout-same.pass@1 >= 0.60', 'wall_s = 300 +- 30' -> {"text", "key", "op", "value", "within"}, or UserError."""
+    m = PREDICTED.fullmatch(text.strip())
+    if not m or (m["op"] == "=") != (m["within"] is not None):
+        raise UserError(f"--predict {text!r}: expected KEY OP NUMBER, OP one of > >= < <=, or KEY = NUMBER +- NUMBER; KEY "
+                        f"is SPLIT.pass@1, SPLIT.gain, SPLIT.greedy, SPLIT.mean_length, SPLIT.truncated, "
+                        f"SPLIT.entropy, losses.NAME, wall_s, peak_mem_gib, tokens_sampled, tokens_trained or cost")
+    return {"text": text.strip(), "key": m["key"], "op": m["op"], "value": float(m["value"]),
+            "within": None if m["within"] is None else float(m["within"])}
+
+
+def record_prediction(path, run_id, text):
+    """Appends a prediction about the run `run_id` to the labbook; call it before the run's start record."""
+    return append_record(path, {"kind": "prediction", "run_id": run_id, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                                **parse_prediction(text)},
+                         f"- {time.strftime('%Y-%m-%d %H:%M')} prediction for {run_id}: {text}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # A run: its folder, its records, its end
 
 class Run:
