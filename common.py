@@ -437,8 +437,8 @@ def parse_prediction(text):
     """'heldout-same.pass@1 >= 0.60', 'wall_s = 300 +- 30' -> {"text", "key", "op", "value", "within"}, or UserError."""
     m = PREDICTED.fullmatch(text.strip())
     if not m or (m["op"] == "=") != (m["within"] is not None):
-        raise UserError(f"--predict {text!r}: expected KEY OP NUMBER, OP one of > >= < <=, or KEY = NUMBER +- NUMBER; KEY "
-                        f"is SPLIT.pass@1, SPLIT.gain, SPLIT.greedy, SPLIT.mean_length, SPLIT.truncated, "
+        raise UserError(f"--predict {text!r}: expected KEY OP NUMBER, OP one of > >= < <=, or KEY = NUMBER +- NUMBER; "
+                        f"KEY is SPLIT.pass@1, SPLIT.gain, SPLIT.greedy, SPLIT.mean_length, SPLIT.truncated, "
                         f"SPLIT.entropy, losses.NAME, wall_s, peak_mem_gib, tokens_sampled, tokens_trained or cost")
     return {"text": text.strip(), "key": m["key"], "op": m["op"], "value": float(m["value"]),
             "within": None if m["within"] is None else float(m["within"])}
