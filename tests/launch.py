@@ -30,9 +30,12 @@ class Child:
     """A running script: pid, out and err (files), wait(), kill(signal)."""
 
     def __init__(self, script, args, cwd=ROOT, env=None):
+        """script: a path below the project, or an absolute one."""
         self.script, self.args = Path(ROOT) / script, [str(a) for a in args]
         folder = Path(tempfile.mkdtemp(prefix="child-"))
         self.out, self.err = folder / "out", folder / "err"
+        self.out.touch()
+        self.err.touch()
         env = script_env(**(env or {}))
         if FORK:
             sys.stdout.flush()
@@ -50,9 +53,9 @@ class Child:
         code = 99
         try:
             for number, path in [(1, self.out), (2, self.err)]:
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-            sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), write_through=True)
-            sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), write_through=True)
+                os.dup2(os.open(path, os.O_WRONLY), number)
+            sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+            sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)
             sys.excepthook = sys.__excepthook__
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -78,6 +81,7 @@ class Child:
             except BaseException:
                 code = 130 if isinstance(sys.exc_info()[1], KeyboardInterrupt) else 1
                 sys.excepthook(*sys.exc_info())
+            sys.stdout.flush()
         finally:
             os._exit(code)
 
