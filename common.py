@@ -120,7 +120,8 @@ def add_run_flags(parser, task=True):
     if task:
         add_task_flags(parser.add_argument_group("model and task"))
     g = parser.add_argument_group("records and device")
-    g.add_argument("--seed", type=number(int, 0), default=0, help="seed of training: order of problems and samples")
+    g.add_argument("--seed", type=number(int, 0, 2 ** 63 - 1), default=0,
+                   help="seed of training: order of problems and samples")
     g.add_argument("--output-dir", default=None, help="run folder (default: a fresh one under runs/)")
     g.add_argument("--labbook", default="labbook.md", help="file that gets this run's records")
     g.add_argument("--curves", default=None, help="also write the curves as CSV to this file")
@@ -143,7 +144,7 @@ def add_task_flags(g):
     g.add_argument("--limit", type=number(int, 1), default=60, help="problems of each evaluated split, first ones")
     g.add_argument("--eval-every", type=number(int, 0), default=0, help="steps between evaluations (0: first and last)")
     g.add_argument("--eval-n", type=number(int, 0), default=32, help="samples a problem in evaluations (0: none)")
-    g.add_argument("--eval-seed", type=number(int, 0), default=0, help="seed of the evaluations' samples")
+    g.add_argument("--eval-seed", type=number(int, 0, 2 ** 63 - 1), default=0, help="seed of the evaluations' samples")
 
 
 OLD_NAMES = {"--batch-size": "--prompts-per-step (problems a step) and --num-generations (answers a problem)",
@@ -317,6 +318,14 @@ def record_hash(line):
     return hashlib.sha256(line.strip().encode()).hexdigest()[:16]
 
 
+def is_json(text):
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 def append_record(path, record, prose):
     """
     Appends one record under a lock and flushes it to disk; returns the record with its `prev`. A torn last record,
@@ -328,7 +337,7 @@ def append_record(path, record, prose):
             f.seek(0)
             text = f.read()
             whole, tail = text[:text.rfind(b"\n") + 1], text[text.rfind(b"\n") + 1:]
-            if tail.startswith(b"{") and not tail.rstrip().endswith(b"}"):
+            if tail.startswith(b"{") and not is_json(tail):
                 f.truncate(len(whole))
             elif tail:
                 f.write(b"\n")

@@ -131,7 +131,7 @@ def get_args(argv=None):
     p.add_argument("--max-new", type=number(int, 1), default=256, help="sampled tokens an answer at most")
     p.add_argument("--stop", nargs="*", default=[], help="strings that end an answer, besides the model's end tokens")
     p.add_argument("--temperature", type=number(float, above=0), default=1.0, help="of sampling and log-probs")
-    p.add_argument("--seed", type=number(int, 0), default=0, help="seed of the samples")
+    p.add_argument("--seed", type=number(int, 0, 2 ** 63 - 1), default=0, help="seed of the samples")
     p.add_argument("--greedy", action=argparse.BooleanOptionalAction, default=False,
                    help="the most likely token each time, one sample a problem")
     p.add_argument("--slots", type=number(int, 1), default=64, help="sequences decoded at once")
@@ -147,8 +147,9 @@ def get_args(argv=None):
         p.error(f"--k {max(args.k)} needs at least as many samples; --n is {1 if args.greedy else args.n}")
     if args.tasks and args.split:
         p.error("--tasks FILE takes the place of --split; give one of them")
-    if args.out and Path(args.out).exists():
-        p.error(f"--out {args.out} exists; take another name")
+    for path in (args.out, f"{args.out}.samples.jsonl") if args.out else ():
+        if Path(path).exists():
+            p.error(f"--out {args.out}: {path} exists; take another name")
     return args
 
 
@@ -156,6 +157,8 @@ if __name__ == "__main__":
     common.fail_in_one_line()
     args = get_args()
     start = time.time()
+    if args.labbook:
+        common.check_writable(args.labbook)
     device = common.pick_device(args.device)
     folder = find_folder(args.model)
     task = get_task(args.task, args.tasks_dir)
@@ -165,13 +168,17 @@ if __name__ == "__main__":
     tokenizer = common.load_tokenizer(folder, args.template)
     model = load_model(folder, device=device, compute_dtype=common.pick_precision(args.precision, device))
     engine = Engine(model, tokenizer, slots=args.slots)
+    if args.out:   # a place that cannot be written is said before the sampling, not after
+        try:
+            Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UserError(f"--out {args.out}: cannot be written ({e.strerror}: {Path(args.out).parent})") from e
     result, samples = evaluate(engine, tokenizer, task, rows, args.n, args.max_new, args.k, args.temperature,
                                args.seed, args.greedy, args.stop)
     result = {"model": args.model, "model_sha256": common.sha256_model(folder), "split": Path(path).stem,
               "label": args.label, **result}
     print(table(result))
     if args.out:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         common.append_jsonl(Path(args.out + ".samples.jsonl"), samples)
         common.write_text(args.out, json.dumps(common.finite(result)) + "\n")
         print(f"written to {args.out} and {args.out}.samples.jsonl")
