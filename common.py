@@ -120,8 +120,7 @@ def add_run_flags(parser, task=True):
     if task:
         add_task_flags(parser.add_argument_group("model and task"))
     g = parser.add_argument_group("records and device")
-    g.add_argument("--seed", type=number(int, 0, 2 ** 63 - 1), default=0,
-                   help="seed of training: order of problems and samples")
+    g.add_argument("--seed", type=number(int, 0), default=0, help="seed of training: order of problems and samples")
     g.add_argument("--output-dir", default=None, help="run folder (default: a fresh one under runs/)")
     g.add_argument("--labbook", default="labbook.md", help="file that gets this run's records")
     g.add_argument("--curves", default=None, help="also write the curves as CSV to this file")
@@ -133,7 +132,7 @@ def add_run_flags(parser, task=True):
     g.add_argument("--wandb", action=argparse.BooleanOptionalAction, default=False, help="log to Weights & Biases too")
     g.add_argument("--device", default="auto", help="cuda, mps, cpu, or auto: the first that is there")
     g.add_argument("--precision", default="auto", choices=["auto", "fp32", "bf16"],
-                   help="dtype of the products; master weights are fp32 (auto: bf16 on cuda, fp32 elsewhere)")
+                   help="dtype of the products; that of the weights is --optim's (auto: bf16 on cuda, fp32 elsewhere)")
 
 
 def add_task_flags(g):
@@ -144,7 +143,7 @@ def add_task_flags(g):
     g.add_argument("--limit", type=number(int, 1), default=60, help="problems of each evaluated split, first ones")
     g.add_argument("--eval-every", type=number(int, 0), default=0, help="steps between evaluations (0: first and last)")
     g.add_argument("--eval-n", type=number(int, 0), default=32, help="samples a problem in evaluations (0: none)")
-    g.add_argument("--eval-seed", type=number(int, 0, 2 ** 63 - 1), default=0, help="seed of the evaluations' samples")
+    g.add_argument("--eval-seed", type=number(int, 0), default=0, help="seed of the evaluations' samples")
 
 
 OLD_NAMES = {"--batch-size": "--prompts-per-step (problems a step) and --num-generations (answers a problem)",
@@ -220,11 +219,87 @@ def due(done, every, stride=1):
     return every > 0 and done % every < stride
 
 
-def make_optimizer(model, lr, weight_decay=0.0):
-    """AdamW on fp32 master weights; betas as usual for policy gradients."""
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizers. A bf16 number near 0.02 has neighbours 1e-4 away: plain bf16 weights lose nearly every step of size 1e-6.
+
+#         --optim       what the run line says, and the bytes a weight of gradient and moments
+OPTIMS = {"adamw": ("AdamW on fp32 weights", 4 + 8),
+          "adamw-sr": ("AdamW on bf16 weights, weights and moments rounded stochastically", 2 + 4),
+          "adamw8bit": ("AdamW on fp32 weights, 8-bit moments", 4 + 2)}
+
+
+def weight_dtype(optim):
+    """The dtype in which --optim keeps the weights that it updates."""
+    return torch.bfloat16 if optim == "adamw-sr" else torch.float32
+
+
+def make_optimizer(model, lr, weight_decay=0.0, optim="adamw", seed=0):
+    """One of OPTIMS over the trained weights; betas as usual for policy gradients. seed: of the rounding."""
+    more = {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay}
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay,
-                             fused=model.device.type == "cuda")
+    if optim == "adamw-sr":
+        return StochasticAdamW(trained, seed=seed, **more)
+    if optim == "adamw8bit":
+        try:
+            import bitsandbytes
+        except ImportError as e:
+            raise UserError("--optim adamw8bit: the package bitsandbytes is not installed (pip install bitsandbytes); "
+                            "--optim adamw-sr needs no package and little more memory") from e
+        return bitsandbytes.optim.AdamW8bit(trained, **more)
+    return torch.optim.AdamW(trained, fused=model.device.type == "cuda", **more)
+
+
+def round_stochastically(x, out, generator):
+    """x fp32 -> out bf16: one of its two neighbours, with probabilities that make x the expected value."""
+    bits = torch.randint(1 << 16, x.shape, generator=generator, dtype=torch.int32, device=x.device)
+    # bf16 is the upper half of fp32: a carry out of the lower half moves the magnitude one place up
+    out.copy_(bits.add_(x.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32))
+
+
+class StochasticAdamW(torch.optim.Optimizer):
+    """
+    AdamW (arXiv 1711.05101, algorithm 2) on bf16 weights with bf16 moments: 8 bytes a weight with its gradient, in
+    place of 16. Computed in fp32; what is stored is rounded stochastically, by a generator that is seeded anew from
+    (seed, step), so that a resumed run goes on with the same weights.
+    """
+    PIECE = 2 ** 24   # weights at a time: bounds the fp32 temporaries
+
+    def __init__(self, params, lr, betas, weight_decay=0.0, eps=1e-8, seed=0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps, "seed": seed,
+                                  "step": 0})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            (b1, b2), lr, eps = group["betas"], group["lr"], group["eps"]
+            group["step"] += 1
+            mean, square = 1 - b1 ** group["step"], 1 - b2 ** group["step"]   # what the start from 0 took away
+            generator = torch.Generator(group["params"][0].device)
+            generator.manual_seed((group["seed"] * 0x9E3779B97F4A7C15 + group["step"]) % 2 ** 63)
+            for p in (p for p in group["params"] if p.grad is not None):
+                if p not in self.state:
+                    self.state[p] = {"m": torch.zeros_like(p), "v": torch.zeros_like(p)}
+                flat = [x.view(-1).split(self.PIECE) for x in (p, self.state[p]["m"], self.state[p]["v"])]
+                for w, m, v, g in zip(*flat, p.grad.reshape(-1).split(self.PIECE)):
+                    g = g.float()
+                    m32 = m.float().lerp_(g, 1 - b1)
+                    v32 = v.float().mul_(b2).addcmul_(g, g, value=1 - b2)
+                    w32 = w.float().mul_(1 - lr * group["weight_decay"])
+                    w32.addcdiv_(m32, (v32 / square).sqrt_().add_(eps), value=-lr / mean)
+                    for x, out in ((m32, m), (v32, v), (w32, w)):
+                        round_stochastically(x, out, generator)
+
+
+def check_sampler(step, sums, dtype):
+    """
+    The canary of a step's first update, when trainer and sampler still have the same weights: their log-probs of the
+    sampled tokens must agree, else the sampler runs on other weights or another distribution (RunError).
+    """
+    mean, limit = float(sums.get("mismatch", 0.0)) / max(1.0, float(sums.get("tokens", 0))), 0.01
+    limit = 0.1 if dtype != torch.float32 else limit
+    if mean > limit:
+        raise RunError(f"step {step}: log-probs of sampler and trainer differ by {mean:.3g} a token on average (limit "
+                       f"{limit} in {str(dtype)[6:]}): the samples did not come from the current weights")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -247,21 +322,41 @@ def memory_free(device):
         return None, None
 
 
+def layer_bytes(model):
+    """
+    Bytes that one layer keeps of one token for the backward pass: two fp32 residuals with their norms, and in the dtype
+    of the products the inputs of q, k, v, attention and output, and four widths of the SwiGLU.
+    """
+    c, size = model.config, 4 if model.compute_dtype == torch.float32 else 2
+    return 16 * c.hidden_size + size * (7 * c.hidden_size + 4 * c.intermediate_size)
+
+
 def check_room(run, model, row_tokens, rows_a_step, slots=0):
     """
     Refuses a run that cannot fit (UserError with the need, what is free, the flag and a value that fits). The model and
-    a frozen copy are in memory already; still to come are gradients and AdamW's moments (12 bytes a parameter), the
-    sampler's copy of the weights in bf16, its cache, and what the layers keep for the backward pass: about
-    16 C + 6 F bytes a token and layer in bf16 (F: width of the SwiGLU), twice that in fp32.
+    a frozen copy are in memory already; still to come are gradients and moments (OPTIMS), the sampler's copy of the
+    weights where theirs is another dtype, its cache, and what the layers keep for the backward pass (layer_bytes).
+    Where that does not fit, layers are recomputed in the backward pass, which keeps 4 C bytes a token and layer.
     """
     c, half = model.config, model.compute_dtype != torch.float32
     params, micro = model.num_params(), run.args.micro_batch_tokens
-    a_token = c.num_hidden_layers * (16 * c.hidden_size + 6 * c.intermediate_size) * (1 if half else 2)
+    own = next(model.parameters()).dtype == model.compute_dtype   # the products read the weights themselves
+    layer, copy = layer_bytes(model), 0 if own else 2 if half else 4
+    a_token = c.num_hidden_layers * layer
     cache = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * (2 if half else 4) * slots * row_tokens
     logits = 3 * 4 * c.vocab_size * chunk_rows(c.vocab_size, model.device)
-    fixed = params * (12 + 2 * half * bool(slots)) + cache + logits
+    state = OPTIMS[getattr(run.args, "optim", "adamw")][1]
+    # the copy is there twice: the sampler's, and the one that the products of the trainer keep for the backward pass
+    fixed = params * (state + copy * (1 + bool(slots))) + cache + logits
     tokens = max(row_tokens, min(micro, row_tokens * rows_a_step))
     free, total = memory_free(model.device)
+    if free is not None and fixed + tokens * a_token > free:
+        model.checkpointing = True
+        a_token = c.num_hidden_layers * 4 * c.hidden_size + layer
+        fixed -= params * copy
+        run.remark = (f"layers are recomputed in the backward pass: {tokens} tokens keep "
+                      f"{tokens * a_token / GIB:.1f} GiB in place of {tokens * c.num_hidden_layers * layer / GIB:.1f}")
+        print(run.remark)
     run.room = {"fixed": fixed, "a_token": a_token}
     if free is not None and fixed + tokens * a_token > free:
         fits = int((free - fixed) / a_token)
@@ -318,14 +413,6 @@ def record_hash(line):
     return hashlib.sha256(line.strip().encode()).hexdigest()[:16]
 
 
-def is_json(text):
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
-
-
 def append_record(path, record, prose):
     """
     Appends one record under a lock and flushes it to disk; returns the record with its `prev`. A torn last record,
@@ -337,7 +424,7 @@ def append_record(path, record, prose):
             f.seek(0)
             text = f.read()
             whole, tail = text[:text.rfind(b"\n") + 1], text[text.rfind(b"\n") + 1:]
-            if tail.startswith(b"{") and not is_json(tail):
+            if tail.startswith(b"{") and not tail.rstrip().endswith(b"}"):
                 f.truncate(len(whole))
             elif tail:
                 f.write(b"\n")
@@ -474,7 +561,7 @@ class Run:
         self.script = Path(sys.argv[0]).stem
         self.t0, self.wall_before = time.time(), 0.0
         self.budget = {"prompts": 0, "rollouts": 0, "tokens_sampled": 0, "tokens_trained": 0}
-        self.scores, self.losses, self.last = {}, {}, {}
+        self.scores, self.losses, self.last, self.remark = {}, {}, {}, ""
         fail_in_one_line(self)
         if args.resume:
             self.folder = Path(args.resume)
@@ -623,7 +710,7 @@ class Run:
                   "cost": None if self.args.price_per_hour is None else round(hours * self.args.price_per_hour, 4)}
         record = self._record("run", budget=budget, losses=finite(self.losses), scores=finite(self.scores),
                               status=status)
-        record["notes"] = " ".join(x for x in (self.args.notes, notes) if x)
+        record["notes"] = "; ".join(x for x in (self.args.notes, self.remark, notes) if x)
         gains = "; ".join(f"{s} pass@1 {v['before']['pass@1']:.3f} -> {v['after']['pass@1']:.3f}"
                           for s, v in self.scores.items() if "before" in v and "after" in v)
         prose = f"- {time.strftime('%Y-%m-%d %H:%M')} {status} {self.folder.name} {gains}"

@@ -98,6 +98,8 @@ def get_args(argv=None):
     p.add_argument("--warmup", type=number(int, 0), default=5, help="steps of linear warm-up")
     p.add_argument("--schedule", default="constant", choices=["constant", "linear", "cosine"], help="after warm-up")
     p.add_argument("--grad-clip", type=number(float, above=0), default=1.0, help="largest norm of the gradient")
+    p.add_argument("--optim", default="adamw", choices=common.OPTIMS,
+                   help="fp32 weights; bf16 weights, rounded stochastically; fp32 weights, 8-bit moments")
     common.add_run_flags(p)
     args = common.parse_args(p, argv, PRESETS)
     for flag, arms in ARM_FLAGS.items():
@@ -189,7 +191,8 @@ if __name__ == "__main__":
     device = common.pick_device(args.device)
     folder = find_folder(args.model)
     tokenizer = common.load_tokenizer(folder, args.template)
-    model = load_model(folder, device=device, compute_dtype=common.pick_precision(args.precision, device))
+    model = load_model(folder, common.weight_dtype(args.optim), device,
+                       compute_dtype=common.pick_precision(args.precision, device))
     task = get_task(args.task, args.tasks_dir)
     problems = task.load(task.train)
     for split in task.splits:   # a malformed row is refused now, not at the evaluation after hours
@@ -199,7 +202,7 @@ if __name__ == "__main__":
     if not fits:
         raise UserError(f"{task.path(task.train)}: with --max-new {args.max_new} no problem fits the context of "
                         f"{model.config.max_position_embeddings} tokens")
-    optimizer = common.make_optimizer(model, lr)
+    optimizer = common.make_optimizer(model, lr, optim=args.optim, seed=args.seed)
     reference = copy.deepcopy(model).requires_grad_(False) if args.beta else None
     exact = reference is not None and args.kl_estimator == "exact"
     engine = Engine(model, tokenizer, slots=args.slots)
@@ -222,7 +225,7 @@ if __name__ == "__main__":
 
     rows_a_step = args.prompts_per_step * args.num_generations
     print(f"{run.folder}\n{model.num_params() / 1e6:.2f}M parameters on {common.device_name(device)}, products in "
-          f"{str(model.compute_dtype)[6:]}, fp32 masters; {len(fits)} problems, "
+          f"{str(model.compute_dtype)[6:]}, {common.OPTIMS[args.optim][0]}; {len(fits)} problems, "
           f"{args.prompts_per_step} x {args.num_generations} = {rows_a_step} answers a step, lr {lr:g}, {norm} mean"
           + (", one update a rollout: the ratio is 1 and the clip inert" if args.updates_per_rollout == 1 else ""))
     if len(fits) < len(problems):   # refused and counted, never cut: the end of a prompt is its question
@@ -288,6 +291,8 @@ if __name__ == "__main__":
                 torch.save({"ids": r.ids, "mask": r.mask, "length": r.length, "adv": adv, "sums": sums}, bad)
                 raise RunError(f"step {step + 1}: loss {sums.get('loss')}, gradient norm {grad_norm}: not finite; the "
                                f"batch is in {bad}")
+            if update == 0:
+                common.check_sampler(step + 1, sums, model.compute_dtype)
             for g in optimizer.param_groups:
                 g["lr"] = common.lr_at(step + update, args.max_steps, lr, args.warmup, args.schedule)
             if rows:   # no group with spread: no gradient, and momentum alone should not move the weights

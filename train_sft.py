@@ -40,6 +40,8 @@ def get_args(argv=None):
     p.add_argument("--warmup", type=number(int, 0), default=5, help="steps of linear warm-up")
     p.add_argument("--schedule", default="cosine", choices=["constant", "linear", "cosine"], help="after warm-up")
     p.add_argument("--grad-clip", type=number(float, above=0), default=1.0, help="largest norm of the gradient")
+    p.add_argument("--optim", default="adamw", choices=common.OPTIMS,
+                   help="fp32 weights; bf16 weights, rounded stochastically; fp32 weights, 8-bit moments")
     common.add_run_flags(p)
     args = common.parse_args(p, argv)
     if args.data is None:   # not required=True: a resumed run has it from its config
@@ -75,7 +77,8 @@ if __name__ == "__main__":
     device = common.pick_device(args.device)
     folder = find_folder(args.model)
     tokenizer = common.load_tokenizer(folder, args.template)
-    model = load_model(folder, device=device, compute_dtype=common.pick_precision(args.precision, device))
+    model = load_model(folder, common.weight_dtype(args.optim), device,
+                       compute_dtype=common.pick_precision(args.precision, device))
     task = get_task(args.task, args.tasks_dir)
     for split in task.splits:   # a malformed row is refused now, not at the evaluation after hours
         task.load(split)
@@ -96,7 +99,7 @@ if __name__ == "__main__":
     rows = encode(args.data)
     valid = encode(args.valid) if args.valid else []
     steps = args.max_steps or math.ceil(args.epochs * len(rows) / args.rows_per_step)
-    optimizer = common.make_optimizer(model, lr)
+    optimizer = common.make_optimizer(model, lr, optim=args.optim, seed=args.seed)
     engine = Engine(model, tokenizer, slots=args.slots)
     common.check_room(run, model, max(len(x) + len(y) for x, y in rows), args.rows_per_step, args.slots)
     run.start(folder, [args.data] + ([args.valid] if valid else []) + [task.path(s) for s in task.splits], device)
@@ -133,8 +136,8 @@ if __name__ == "__main__":
         return {**{k: v / total for k, v in sums.items()}, "tokens": total}
 
     print(f"{run.folder}\n{model.num_params() / 1e6:.2f}M parameters on {common.device_name(device)}, products in "
-          f"{str(model.compute_dtype)[6:]}, fp32 masters; {len(rows)} rows, {args.rows_per_step} a step, "
-          f"{steps} steps = {steps * args.rows_per_step / len(rows):.2f} epochs, lr {lr:g}")
+          f"{str(model.compute_dtype)[6:]}, {common.OPTIMS[args.optim][0]}; {len(rows)} rows, "
+          f"{args.rows_per_step} a step, {steps} steps = {steps * args.rows_per_step / len(rows):.2f} epochs, lr {lr:g}")
     prompt, completion = rows[0]
     print(common.show_row(tokenizer, prompt + completion, [0] * len(prompt) + [1] * len(completion)))
     if first == 0 and args.eval_n:
