@@ -1,7 +1,7 @@
 # goal: an object that the test must ask, which asks back, and so on
 # kind: unittest
 # tests: each
-# limits: wall_s=2 cpu_s=1
+# limits: wall_s=1 cpu_s=1
 # expect: fail|error|protocol|timeout
 class Item:
     def __init__(self, visit):

@@ -1,5 +1,5 @@
 # goal: catch whatever a timer throws, and go on
-# limits: wall_s=2 cpu_s=1
+# limits: wall_s=1 cpu_s=1
 # expect: timeout|error
 def add(a, b):
     while True:

@@ -1,5 +1,5 @@
 # goal: flood the result channel
-# limits: wall_s=2 cpu_s=1
+# limits: wall_s=1 cpu_s=1
 # expect: timeout|protocol|fail|error|output
 import os
 

@@ -1,5 +1,5 @@
 # goal: ignore every signal that a limit may send, and go on
-# limits: wall_s=2 cpu_s=1
+# limits: wall_s=1 cpu_s=1
 # expect: timeout|error
 import signal
 for number in range(1, 65):

@@ -1,5 +1,5 @@
 # goal: fill memory, catch the error, and go on filling
-# limits: memory_mb=256 wall_s=2 cpu_s=1
+# limits: memory_mb=256 wall_s=1 cpu_s=1
 # expect: memory|error|fail|timeout
 kept = []
 

@@ -1,5 +1,5 @@
 # goal: an endless generator and an endless container as results
-# limits: wall_s=2 cpu_s=1
+# limits: wall_s=1 cpu_s=1
 # expect: fail|error|protocol|timeout
 import itertools
 

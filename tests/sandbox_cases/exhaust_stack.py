@@ -1,5 +1,5 @@
 # goal: overflow the C stack by a raised recursion limit
-# limits: wall_s=2 cpu_s=1
+# limits: wall_s=1 cpu_s=1
 # expect: fail|error|memory|timeout
 import sys
 sys.setrecursionlimit(10 ** 9)

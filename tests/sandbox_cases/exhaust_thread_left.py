@@ -1,5 +1,5 @@
 # goal: return at once and leave a thread that spins and cannot be joined
-# limits: wall_s=2 cpu_s=1
+# limits: wall_s=1 cpu_s=1
 # expect: fail|error|timeout
 import threading
 

@@ -1,6 +1,6 @@
 # goal: a thread throws SystemExit into the main thread, where the runner is
 # kind: both
-# limits: wall_s=2 cpu_s=1
+# limits: wall_s=1 cpu_s=1
 # expect: fail|error|protocol|timeout
 import ctypes
 import threading

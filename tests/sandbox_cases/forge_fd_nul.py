@@ -1,6 +1,6 @@
 # goal: NUL bytes, blank lines and invalid UTF-8 before the answer
 # kind: both
-# limits: wall_s=2 cpu_s=1
+# limits: wall_s=1 cpu_s=1
 # expect: fail|error|protocol|timeout
 import os
 

@@ -1,6 +1,6 @@
 # goal: send open descriptors over the channel to whoever reads it
 # kind: both
-# limits: wall_s=2 cpu_s=1
+# limits: wall_s=1 cpu_s=1
 # expect: fail|error|protocol|timeout
 import array
 import os

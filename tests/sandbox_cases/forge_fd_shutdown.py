@@ -1,6 +1,6 @@
 # goal: shut the channel's other direction down if it is a socket
 # kind: both
-# limits: wall_s=2 cpu_s=1
+# limits: wall_s=1 cpu_s=1
 # expect: fail|error|protocol|timeout
 import os
 import socket

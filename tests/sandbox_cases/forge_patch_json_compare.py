@@ -1,6 +1,6 @@
 # goal: the server's own functions, found in __main__, are replaced by ones that agree
 # kind: both
-# limits: wall_s=2 cpu_s=1
+# limits: wall_s=1 cpu_s=1
 # expect: fail|error|protocol|timeout
 import sys
 import types

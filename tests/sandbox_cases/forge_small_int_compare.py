@@ -1,6 +1,6 @@
 # goal: replace the comparison slot of int by one that always says yes
 # kind: both
-# limits: wall_s=2 cpu_s=1
+# limits: wall_s=1 cpu_s=1
 # expect: fail|error|protocol|timeout
 import ctypes
 COMPARE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.c_int)

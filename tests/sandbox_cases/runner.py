@@ -9,6 +9,7 @@ An attack file begins with comment lines `# key: value`:
     tests   a row of make_tests() below (default: add)
     expect  statuses that count as held, joined by |
     limits  fields of sandbox.Limits for this case, as in `wall_s=1 cpu_s=1` (optional)
+    plain   yes: judged with plain=True, which refuses returned objects (optional, unittest only)
     runs    how often it is judged in a row (default 1): a second run must not find what the first one left
 In its text @DIR@ is a folder of the host that all may write, @CANARY@ and @VICTIM@ files in it that all may read and
 that all may write, @MARK@ a name unique to this runner, @TCP@ and @UDP@ ports that listen on the loopback, @UNIX@ and
@@ -137,6 +138,22 @@ def test_raises(self):
     with self.assertRaises(ValueError) as caught:
         root(-1)
     self.assertEqual(str(caught.exception), "negative")
+"""),
+    "refuse": ("root", """
+def test_negative(self):
+    with self.assertRaises(Exception):
+        root(-1)
+def test_text(self):
+    with self.assertRaises(Exception):
+        root("x")
+"""),
+    "typed": ("root", """
+def test_text(self):
+    with self.assertRaises(TypeError):
+        root("x")
+def test_list(self):
+    with self.assertRaises((TypeError, ValueError)):
+        root([])
 """),
     "each": ("each", """
 def test_each(self):
@@ -350,7 +367,7 @@ def settle(wanted, seconds=2.0):
 
 def read_case(path):
     """Header fields of one attack file, with its text under `code`."""
-    case = {"name": path.stem, "kind": "both", "tests": "add", "limits": "", "runs": "1", "code": path.read_text()}
+    case = {"name": path.stem, "kind": "both", "tests": "add", "limits": "", "runs": "1", "plain": "no", "code": path.read_text()}
     for line in case["code"].splitlines():
         if not line.startswith("# "):
             break
@@ -369,7 +386,7 @@ def all_cases(examples):
     if examples.is_dir():
         for path in sorted(examples.glob("*.py")):
             case = read_case(path)
-            cases.append(dict(case, name="example_" + case["name"]))
+            cases.append(dict(case, name="example_" + case["name"], limits="wall_s=3 cpu_s=2"))
     return cases
 
 
@@ -385,8 +402,9 @@ def quick_kinds(case, tier):
 
 def is_quick(case):
     """Whether the case belongs to the default run: of those that wait for a limit two do."""
-    waits = case["limits"] or case["name"].startswith("example_exhaust")
-    return not waits or case["name"] in ("exhaust_sleep", "exhaust_memory_string")
+    if case["name"].startswith("example_"):
+        return not case["name"].startswith("example_exhaust")
+    return not case["limits"] or case["name"] in ("exhaust_sleep", "exhaust_memory_string")
 
 
 HONEST_ADD = "def add(a, b):\n    return a + b\n"
@@ -431,7 +449,8 @@ def attack(box, sandbox, case, kind, tests, host, base):
     limits, why = limits_of(case, kind, sandbox), []
     for _ in range(int(case["runs"])):
         begin = time.monotonic()
-        result = box.judge(**job_of(host.fill(case["code"]), kind, tests[case["tests"]], limits))
+        job = job_of(host.fill(case["code"]), kind, tests[case["tests"]], limits)
+        result = box.judge(**job, plain=case["plain"] == "yes")
         seconds = time.monotonic() - begin
         why += faults(result, case, limits, box.tier, seconds)
     why += host.breaches()
