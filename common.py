@@ -28,6 +28,7 @@ import zlib
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -288,18 +289,6 @@ class StochasticAdamW(torch.optim.Optimizer):
                     w32.addcdiv_(m32, (v32 / square).sqrt_().add_(eps), value=-lr / mean)
                     for x, out in ((m32, m), (v32, v), (w32, w)):
                         round_stochastically(x, out, generator)
-
-
-def check_sampler(step, sums, dtype):
-    """
-    The canary of a step's first update, when trainer and sampler still have the same weights: their log-probs of the
-    sampled tokens must agree, else the sampler runs on other weights or another distribution (RunError).
-    """
-    mean, limit = float(sums.get("mismatch", 0.0)) / max(1.0, float(sums.get("tokens", 0))), 0.01
-    limit = 0.1 if dtype != torch.float32 else limit
-    if mean > limit:
-        raise RunError(f"step {step}: log-probs of sampler and trainer differ by {mean:.3g} a token on average (limit "
-                       f"{limit} in {str(dtype)[6:]}): the samples did not come from the current weights")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1025,8 +1014,10 @@ def head_backward(hidden, weight, targets, fn, temperature=1.0, full=False, chun
             dz = p.mul_(-g[:, None]).scatter_add_(1, targets[rows, None], g[:, None])
         dz = dz.div_(temperature).to(hidden.dtype)
         grad[rows] = dz @ w
-        if weight.requires_grad:
-            weight.grad += (dz.t() @ h).to(weight.grad.dtype)
+        if weight.requires_grad and weight.grad.dtype == dz.dtype:
+            weight.grad.addmm_(dz.t(), h)   # without a temporary of (V, C)
+        elif weight.requires_grad:
+            weight.grad.add_(dz.t() @ h)
         for k, v in metrics.items():
             sums[k] = sums.get(k, 0) + v.detach()
     return grad, sums
@@ -1050,6 +1041,24 @@ def score(model, rollout, temperature=1.0, tokens=16384):
             logp[places] = all_logp.gather(1, p.targets[s:s + chunk, None])[:, 0].cpu()
             entropy[places] = -(all_logp.exp() * all_logp).sum(-1).cpu()
     return logp, entropy
+
+
+def check_sampler(step, sums, model, rollout, temperature=1.0, few=8):
+    """
+    The canary of a step's first update, when trainer and sampler still have the same weights: their log-probs of the
+    sampled tokens must agree, else the sampler runs on other weights or another distribution (RunError). sums: those of
+    the update; where it trained on nothing, `few` rows are scored, since a broken sampler may earn no reward at all.
+    """
+    if sums.get("tokens"):
+        mean = float(sums["mismatch"]) / float(sums["tokens"])
+    else:
+        part = SimpleNamespace(ids=rollout.ids[:few], mask=rollout.mask[:few], length=rollout.length[:few])
+        gap = (score(model, part, temperature)[0] - rollout.logp[:few]).abs()
+        mean = float(gap.sum() / part.mask[:, 1:].sum())
+    limit = 0.1 if model.compute_dtype != torch.float32 else 0.01
+    if not mean <= limit:
+        raise RunError(f"step {step}: log-probs of sampler and trainer differ by {mean:.3g} a token on average (limit "
+                       f"{limit} in {str(model.compute_dtype)[6:]}): the samples did not come from the current weights")
 
 
 def at(values, pack):

@@ -292,7 +292,7 @@ if __name__ == "__main__":
                 raise RunError(f"step {step + 1}: loss {sums.get('loss')}, gradient norm {grad_norm}: not finite; the "
                                f"batch is in {bad}")
             if update == 0:
-                common.check_sampler(step + 1, sums, model.compute_dtype)
+                common.check_sampler(step + 1, sums, model, r, args.temperature)
             for g in optimizer.param_groups:
                 g["lr"] = common.lr_at(step + update, args.max_steps, lr, args.warmup, args.schedule)
             if rows:   # no group with spread: no gradient, and momentum alone should not move the weights
