@@ -116,12 +116,18 @@ def number(kind=float, low=None, high=None, above=None, below=None):
     return parse
 
 
-def add_run_flags(parser, task=True):
-    """The plumbing that is the same in every training script: model and task (pretrain.py has none), records."""
+def add_run_flags(parser, task=True, pool=False):
+    """
+    The plumbing that is the same in every training script: model and task (pretrain.py has none), records; with `pool`
+    what only a script reads that samples its own training data.
+    """
     if task:
         add_task_flags(parser.add_argument_group("model and task"))
+    if pool:
+        add_pool_flags(parser.add_argument_group("pool and evaluation"))
     g = parser.add_argument_group("records and device")
-    g.add_argument("--seed", type=number(int, 0), default=0, help="seed of training: order of problems and samples")
+    g.add_argument("--seed", type=number(int, 0, 2 ** 63 - 1), default=0,
+                   help="seed of training: order of problems and samples")
     g.add_argument("--output-dir", default=None, help="run folder (default: a fresh one under runs/)")
     g.add_argument("--labbook", default="labbook.md", help="file that gets this run's records")
     g.add_argument("--curves", default=None, help="also write the curves as CSV to this file")
@@ -144,7 +150,19 @@ def add_task_flags(g):
     g.add_argument("--limit", type=number(int, 1), default=60, help="problems of each evaluated split, first ones")
     g.add_argument("--eval-every", type=number(int, 0), default=0, help="steps between evaluations (0: first and last)")
     g.add_argument("--eval-n", type=number(int, 0), default=32, help="samples a problem in evaluations (0: none)")
-    g.add_argument("--eval-seed", type=number(int, 0), default=0, help="seed of the evaluations' samples")
+    g.add_argument("--eval-seed", type=number(int, 0, 2 ** 63 - 1), default=0, help="seed of the evaluations' samples")
+
+
+def add_pool_flags(g):
+    g.add_argument("--pool", default=None, metavar="FILE", help="train on a screened pool (eval_passk.py --pool-out)")
+    g.add_argument("--any-pool", action=argparse.BooleanOptionalAction, default=False,
+                   help="take a pool that was screened with another model, or edited")
+    g.add_argument("--eval-other", default=None, metavar="TASK", help="another task that is evaluated too")
+    g.add_argument("--limit-other", type=number(int, 1), default=None, help="its problems (default: as --limit)")
+    g.add_argument("--eval-n-other", type=number(int, 1), default=None,
+                   help="samples a problem out of domain: all but the first held-out split (default: as --eval-n)")
+    g.add_argument("--eval-kl", action=argparse.BooleanOptionalAction, default=False,
+                   help="evaluations measure the KL to the start of the run, in nats a token")
 
 
 OLD_NAMES = {"--batch-size": "--prompts-per-step (problems a step) and --num-generations (answers a problem)",
@@ -402,6 +420,14 @@ def record_hash(line):
     return hashlib.sha256(line.strip().encode()).hexdigest()[:16]
 
 
+def is_json(text):
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 def append_record(path, record, prose):
     """
     Appends one record under a lock and flushes it to disk; returns the record with its `prev`. A torn last record,
@@ -413,7 +439,7 @@ def append_record(path, record, prose):
             f.seek(0)
             text = f.read()
             whole, tail = text[:text.rfind(b"\n") + 1], text[text.rfind(b"\n") + 1:]
-            if tail.startswith(b"{") and not tail.rstrip().endswith(b"}"):
+            if tail.startswith(b"{") and not is_json(tail):
                 f.truncate(len(whole))
             elif tail:
                 f.write(b"\n")
@@ -460,6 +486,11 @@ def read_labbook(path):
         records.append(record)
         prev = record_hash(line)
     return records, problems
+
+
+def short_path(path):
+    """A path as records name it: below the project from there, so that it is the same on every machine."""
+    return os.path.relpath(path, ROOT) if Path(path).resolve().is_relative_to(ROOT) else str(path)
 
 
 def sha256_file(path):
@@ -580,8 +611,8 @@ class Run:
         """Makes the folder, config.json, a copy of the script, the start record. model: a folder; data: task files."""
         self.device = device
         self.model = {"name": self.args.model, "sha256": sha256_model(model)} if model else {"name": None}
-        self.data = [{"path": os.path.relpath(p, ROOT) if Path(p).resolve().is_relative_to(ROOT) else str(p),
-                      "sha256": sha256_file(p), "rows": sum(1 for line in open(p, "rb") if line.strip())} for p in data]
+        self.data = [{"path": short_path(p), "sha256": sha256_file(p),
+                      "rows": sum(1 for line in open(p, "rb") if line.strip())} for p in data]
         script = Path(sys.argv[0]).resolve()
         config = {"args": vars(self.args), "arm": self.arm, "argv": sys.argv[1:], "git": git_state(),
                   "versions": versions(), "device": device_name(device), "model": self.model, "data": self.data,
@@ -962,7 +993,8 @@ def micro_batches(length, rows, tokens):
 def output_logits(hidden, weight):
     """hidden (R, C) times weight (V, C) -> logits (R, V): factors of the hidden dtype, sums and result fp32 or fp64."""
     weight = weight.to(hidden.dtype)
-    if hidden.is_cuda and hidden.dtype != torch.float32 and not torch.is_grad_enabled():
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    if hidden.is_cuda and hidden.dtype != torch.float32 and not needs_grad:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return F.linear(hidden.to(wide), weight.to(wide))

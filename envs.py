@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -72,6 +73,7 @@ class Arithmetic(NumberTask):
 class GSM8K(NumberTask):
     """Grade-school word problems (arXiv 2110.14168)."""
     name, splits = "gsm8k", ("test",)
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Competition mathematics: the answers are LaTeX, compared as values by math-verify in a process of its own
@@ -228,6 +230,50 @@ def load_rows(path, task, limit=None):
         if row["id"] in seen:   # the id carries the random numbers and the reward: it must be one problem's
             raise UserError(f"{path}: the id {row['id']!r} stands on two rows")
         seen.add(row["id"])
+    return rows
+
+
+def text_key(row):
+    """What two problems are compared by: the prompt's text in lower case, all but letters and digits one space."""
+    text = " ".join(m["content"] for m in row["prompt"])
+    return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFKC", text).lower()).strip()
+
+
+def check_apart(rows, path, task):
+    """UserError when one of the rows (of the file `path`) is a problem of the task's held-out files too."""
+    held_out = dict.fromkeys([*task.splits, *sorted(p.stem for p in task.folder.glob("heldout-*.jsonl"))])
+    for split in held_out:
+        seen = {text_key(row) for row in task.load(split)}
+        both = [row["id"] for row in rows if text_key(row) in seen]
+        if both:
+            raise UserError(f"{path}: {len(both)} of {len(rows)} problems stand in {task.path(split)} too, {both[0]!r} "
+                            f"for one; drop them, what is evaluated must not be trained on")
+
+
+def load_pool(path, task, model_folder, any_pool=False):
+    """
+    The rows of a pool that eval_passk.py --pool-out has screened. UserError when it was screened with other weights
+    than those in model_folder or when it is not the file that was written (any_pool lets both pass), and when it shares
+    problems with the task's held-out files.
+    """
+    rows = load_rows(path, task)
+    if not any_pool:
+        mend = "--any-pool takes it all the same"
+        try:
+            meta = json.loads(Path(f"{path}.meta.json").read_text(encoding="utf-8"))
+            want, screened_with = meta["sha256"], meta["model"]
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise UserError(f"--pool {path}: no {path}.meta.json that says how it was screened ({type(e).__name__}); "
+                            f"{mend}") from e
+        found, model = common.sha256_file(path), common.sha256_model(model_folder)
+        if found != want:
+            raise UserError(f"--pool {path}: its hash is {found[:12]} and not {want[:12]} as in its meta.json: it was "
+                            f"edited after the screening; {mend}")
+        if screened_with["sha256"] != model:
+            raise UserError(f"--pool {path}: screened with {screened_with['name']} (hash "
+                            f"{screened_with['sha256'][:12]}), the model here is {model_folder} ({model[:12]}), for "
+                            f"which other problems are too easy or too hard; {mend}")
+    check_apart(rows, path, task)
     return rows
 
 

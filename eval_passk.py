@@ -11,14 +11,22 @@ samples of one problem are not independent. The seed of an evaluation is its own
     python eval_passk.py --model data/smollm2 --task gsm8k --split test --n 4 --limit 32 --max-new 256
 
 The last lines are a table; --out FILE keeps the JSON object, with every sampled answer beside it as FILE.samples.jsonl.
+
+A pool of problems that a model solves now and then, since those it always or never solves teach a group nothing:
+
+    python eval_passk.py --split train --keep 1 7 --pool-out pool.jsonl --n 8 --limit 2000
+    python train_grpo.py --pool pool.jsonl
+
+The pool is written once, read-only, with its hash, the model's and the counts in pool.jsonl.meta.json. Its base rate is
+flattered by the choice (regression to the mean): the command that measures it with fresh samples is printed.
 """
 import argparse
 import hashlib
 import json
+import os
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -26,22 +34,25 @@ import torch
 import common
 from common import UserError, number
 from engine import Engine
-from envs import get_task, load_rows, play
+from envs import check_apart, get_task, load_rows, play
 from model import find_folder, load_model
 
 
-def evaluate(engine, tokenizer, task, rows, n, max_new, ks=None, temperature=1.0, seed=0, greedy=False, stop=()):
+def evaluate(engine, tokenizer, task, rows, n, max_new, ks=None, temperature=1.0, seed=0, greedy=False, stop=(),
+             start=None, step=0):
     """
     rows: problems. -> (result, samples): the JSON object of the contract, and one dict a sampled answer.
-    greedy: temperature 0 and one sample a problem. k > n is a UserError.
+    greedy: temperature 0 and one sample a problem. k > n is a UserError. start: a frozen model; the result's `kl` is
+    then the mean over sampled tokens of logp - logp_start, which estimates KL(policy, start) in nats a token. step:
+    other samples of the same seed.
     """
     n = 1 if greedy else n
     ks = ks or [2 ** i for i in range(n.bit_length()) if 2 ** i <= n]
     if max(ks) > n:
         raise UserError(f"--k {max(ks)} needs at least as many samples; --n is {n}")
-    start = time.time()
-    p = play(engine, tokenizer, task, rows, n, max_new=max_new, temperature=temperature, seed=seed, greedy=greedy,
-             entropy=True, stop=stop)
+    began = time.time()
+    p = play(engine, tokenizer, task, rows, n, max_new=max_new, temperature=temperature, seed=seed, step=step,
+             greedy=greedy, entropy=True, stop=stop)
     c, lenient_c = p.right.sum(1).tolist(), p.lenient.sum(1).tolist()
     pass_at = {k: [common.pass_at_k(n, x, k) for x in c] for k in ks}
     length = p.length.double()
@@ -64,13 +75,14 @@ def evaluate(engine, tokenizer, task, rows, n, max_new, ks=None, temperature=1.0
         "length_gap": float(np.mean(both)) if both else None, "truncated": p.truncated.double().mean().item(),
         "entropy": p.rollout.entropy[sampled].double().mean().item(),
         "mean_logp": p.rollout.logp[sampled].double().mean().item(),
+        "kl": None if start is None else kl_to_start(p.rollout, start, temperature),
         "tokens_per_solved": length.sum().item() / sum(c) if sum(c) else None,
         "distinct_answers": float(np.mean([len(set(a) - {None}) for a in answers])),
         "groups": {"all_right": float(np.mean([x == n for x in c])), "mixed": float(np.mean([0 < x < n for x in c])),
                    "all_wrong": float(np.mean([x == 0 for x in c]))},
         "behaviour": {"parsable": float(np.mean([a is not None for row in answers for a in row])),
                       "finish": dict(Counter(p.rollout.finish))},
-        "tokens": int(length.sum()), "wall_s": time.time() - start,
+        "tokens": int(length.sum()), "wall_s": time.time() - began,
         "problems": [{"id": row["id"], "c": c[i], "n": n, "lenient_c": lenient_c[i], "lengths": p.length[i].tolist(),
                       "correct": p.right[i].tolist(), "answers": answers[i]} for i, row in enumerate(rows)]}
     samples = [{"id": rows[b // n]["id"], "sample": b % n, "text": p.texts[b], "finish": p.rollout.finish[b],
@@ -84,19 +96,74 @@ def mean(x, fn=torch.mean):
     return fn(x).item() if x.numel() else None
 
 
-def evaluate_splits(engine, tokenizer, task, limit, n, max_new, seed, stop=()):
+# ----------------------------------------------------------------------------------------------------------------------
+# Screening
+
+HEADROOM = {"problems": 60, "n": 32, "pass@1 at most": 0.95, "pass@32 at least": 0.05}
+SCREENING = 1 << 30   # the step of its samples: no training step of the same seed draws them again
+
+
+def check_headroom(result, where):
+    """UserError with the numbers for a task on which a model has nothing to learn, or nothing to learn from."""
+    at, g = result["pass_at"], result["groups"]
+    numbers = (f"{where}: {result['limit']} problems x {result['n']}: pass@1 {at['1']:.3f}, pass@8 {at['8']:.3f}, "
+               f"pass@32 {at['32']:.3f}; problems all right {g['all_right']:.2f}, mixed {g['mixed']:.2f}, all wrong "
+               f"{g['all_wrong']:.2f}")
+    print(f"headroom: {numbers}", flush=True)
+    if at["1"] > HEADROOM["pass@1 at most"]:
+        raise UserError(f"{numbers}: pass@1 is over {HEADROOM['pass@1 at most']}, there is no room to improve; take "
+                        f"harder problems")
+    if at["32"] < HEADROOM["pass@32 at least"]:
+        raise UserError(f"{numbers}: pass@32 is under {HEADROOM['pass@32 at least']}, there is next to nothing to "
+                        f"learn from; take easier problems, or a supervised warm start (train_sft.py)")
+
+
+def screen(sample, rows, keep, each=250):
+    """sample(rows) -> result of evaluate(). -> (rows with keep[0] to keep[1] right answers, all counts, tokens)."""
+    counts, tokens = [], 0
+    for i in range(0, len(rows), each):   # one line of progress for each of these
+        result = sample(rows[i:i + each])
+        counts += [p["c"] for p in result["problems"]]
+        tokens += result["tokens"]
+        kept = [row for row, c in zip(rows, counts) if keep[0] <= c <= keep[1]]
+        print(f"screened {len(counts)} of {len(rows)}, kept {len(kept)}", flush=True)
+    return kept, counts, tokens
+
+
+def write_pool(path, rows, meta):
+    """The pool and PATH.meta.json with its hash; read-only, since every arm of a study must read the same problems."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    common.write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    meta = {"sha256": common.sha256_file(path), **meta}
+    common.write_json(f"{path}.meta.json", meta)
+    for name in (path, f"{path}.meta.json"):
+        os.chmod(name, 0o444)
+    return meta
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+def kl_to_start(rollout, start, temperature):
+    logp_start, sampled = common.score(start, rollout, temperature)[0], rollout.mask[:, 1:]
+    return (rollout.logp - logp_start)[sampled].double().mean().item()
+
+
+def evaluate_splits(engine, tokenizer, task, limit, n, max_new, seed, stop=(), other=None, limit_other=None,
+                    n_other=None, start=None):
     """
-    What a training script runs before and after: every held-out split of the task, sampled, and greedy beside it.
-    -> {split: result}.
+    What a training script runs before and after: every held-out split of the task, sampled, and greedy beside it, then
+    those of the task `other`. n_other counts for all but the first split, limit_other for the other task.
+    -> {split: result}, the other task's as "TASK-SPLIT".
     """
     results = {}
-    for split in task.splits:
-        rows = task.load(split, limit)
-        result, _ = evaluate(engine, tokenizer, task, rows, n, max_new, seed=seed, stop=stop)
-        greedy, _ = evaluate(engine, tokenizer, task, rows, 1, max_new, greedy=True, stop=stop)
-        results[split] = {**result, "greedy_pass": greedy["pass_at"]["1"],
-                          "lenient_greedy_pass": greedy["lenient_pass_at"]["1"],
-                          "greedy_correct": [p["c"] for p in greedy["problems"]]}
+    for t, split in [(task, split) for split in task.splits] + ([(other, s) for s in other.splits] if other else []):
+        rows = t.load(split, limit if t is task else limit_other or limit)
+        samples = n if not results else n_other or n
+        result, _ = evaluate(engine, tokenizer, t, rows, samples, max_new, seed=seed, stop=stop, start=start)
+        greedy, _ = evaluate(engine, tokenizer, t, rows, 1, max_new, greedy=True, stop=stop)
+        results[split if t is task else f"{t.name}-{split}"] = {
+            **result, "greedy_pass": greedy["pass_at"]["1"], "lenient_greedy_pass": greedy["lenient_pass_at"]["1"],
+            "greedy_correct": [p["c"] for p in greedy["problems"]]}
     return results
 
 
@@ -137,6 +204,9 @@ def get_args(argv=None):
     p.add_argument("--slots", type=number(int, 1), default=64, help="sequences decoded at once")
     p.add_argument("--label", default=None, help="name of this row in tables")
     p.add_argument("--out", default=None, metavar="FILE", help="file for the JSON object (samples beside it)")
+    p.add_argument("--keep", type=number(int, 0), nargs=2, default=None, metavar=("LOW", "HIGH"),
+                   help="screen: keep the problems with LOW to HIGH of n samples right")
+    p.add_argument("--pool-out", default=None, metavar="FILE", help="file for the problems that --keep keeps")
     p.add_argument("--labbook", default=None, help="file that gets a record of this evaluation")
     p.add_argument("--notes", default="", help="free text for the record")
     p.add_argument("--device", default="auto", help="cuda, mps, cpu, or auto: the first that is there")
@@ -147,6 +217,17 @@ def get_args(argv=None):
         p.error(f"--k {max(args.k)} needs at least as many samples; --n is {1 if args.greedy else args.n}")
     if args.tasks and args.split:
         p.error("--tasks FILE takes the place of --split; give one of them")
+    if bool(args.keep) != bool(args.pool_out):
+        p.error("--keep LOW HIGH and --pool-out FILE belong together; give both")
+    if args.keep and not args.keep[0] <= args.keep[1] <= args.n:
+        p.error(f"--keep {args.keep[0]} {args.keep[1]}: LOW <= HIGH <= --n {args.n} is needed (1 {args.n - 1} keeps "
+                f"the problems that are sometimes right)")
+    for flag, given in [("--greedy", args.greedy), ("--out", args.out), ("--k", args.k)]:
+        if args.keep and given:
+            p.error(f"{flag} is not read by a screening (--keep)")
+    for path in (args.pool_out, f"{args.pool_out}.meta.json") if args.pool_out else ():
+        if Path(path).exists():
+            p.error(f"--pool-out {args.pool_out}: {path} exists, and a pool is written once; take another name")
     for path in (args.out, f"{args.out}.samples.jsonl") if args.out else ():
         if Path(path).exists():
             p.error(f"--out {args.out}: {path} exists; take another name")
@@ -162,37 +243,81 @@ if __name__ == "__main__":
     device = common.pick_device(args.device)
     folder = find_folder(args.model)
     task = get_task(args.task, args.tasks_dir)
-    split = args.split or task.splits[0]
+    split = args.split or (task.train if args.keep else task.splits[0])
     path = Path(args.tasks) if args.tasks else task.path(split)
     rows = load_rows(path, task, args.limit)
     tokenizer = common.load_tokenizer(folder, args.template)
     model = load_model(folder, device=device, compute_dtype=common.pick_precision(args.precision, device))
     engine = Engine(model, tokenizer, slots=args.slots)
-    if args.out:   # a place that cannot be written is said before the sampling, not after
-        try:
-            Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise UserError(f"--out {args.out}: cannot be written ({e.strerror}: {Path(args.out).parent})") from e
-    result, samples = evaluate(engine, tokenizer, task, rows, args.n, args.max_new, args.k, args.temperature,
-                               args.seed, args.greedy, args.stop)
-    result = {"model": args.model, "model_sha256": common.sha256_model(folder), "split": Path(path).stem,
-              "label": args.label, **result}
-    print(table(result))
+    model_sha256 = common.sha256_model(folder)
+    for flag, file in [("--out", args.out), ("--pool-out", args.pool_out)]:
+        if file:   # a place that cannot be written is said before the sampling, not after
+            try:
+                Path(file).parent.mkdir(parents=True, exist_ok=True)
+            except OSError as e:
+                raise UserError(f"{flag} {file}: cannot be written ({e.strerror}: {Path(file).parent})") from e
+
+    if args.keep:
+        room = model.config.max_position_embeddings - args.max_new
+        fits = [row for row in rows if len(common.encode_prompt(tokenizer, row["prompt"])) <= room]
+        if len(fits) < len(rows):
+            print(f"refused {len(rows) - len(fits)} of {len(rows)} candidates: with --max-new {args.max_new} their "
+                  f"prompts do not fit the context of {model.config.max_position_embeddings} tokens")
+        if not fits:
+            raise UserError(f"{path}: with --max-new {args.max_new} no candidate fits the context")
+        check_apart(fits, path, task)
+
+        def sampled(rows, n, ks, step):
+            return evaluate(engine, tokenizer, task, rows, n, args.max_new, ks, args.temperature, args.seed,
+                            stop=args.stop, step=step)[0]
+        head = sampled(fits[:HEADROOM["problems"]], HEADROOM["n"], [1, 8, 32], SCREENING + 1)
+        check_headroom(head, f"{args.model} on {path}")
+        kept, counts, tokens = screen(lambda rows: sampled(rows, args.n, [1], SCREENING), fits, args.keep)
+        if not kept:
+            raise UserError(f"--keep {args.keep[0]} {args.keep[1]}: none of {len(fits)} candidates has so many of "
+                            f"{args.n} samples right; nothing is written")
+        base = {"base_rate": np.mean([c for c in counts if args.keep[0] <= c <= args.keep[1]]) / args.n,
+                "base_rate_candidates": np.mean(counts) / args.n}
+        meta = write_pool(args.pool_out, kept, {
+            "model": {"name": args.model, "sha256": model_sha256}, "task": task.name, "seed": args.seed, "n": args.n,
+            "keep": args.keep, "candidates": len(fits), "kept": len(kept), **base,
+            "counts": [counts.count(c) for c in range(args.n + 1)], "headroom": {
+                k: head[k] for k in ("pass_at", "groups", "limit", "n")},
+            "max_new": args.max_new, "temperature": args.temperature, "stop": args.stop,
+            "source": {"path": common.short_path(path), "sha256": common.sha256_file(path)},
+            "template_sha256": head["template_sha256"], "extractor": task.extractor, "git": common.git_state(),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        print(f"{args.pool_out}: {len(kept)} of {len(fits)} problems with {args.keep[0]} to {args.keep[1]} of {args.n} "
+              f"right; base rate {base['base_rate']:.3f} of the kept, {base['base_rate_candidates']:.3f} of all; "
+              f"sha256 {meta['sha256'][:12]}\nthe choice flatters the base rate of the kept; with fresh samples:\n"
+              f"    python eval_passk.py --model {args.model} --task {args.task} --tasks {args.pool_out} "
+              f"--limit {len(kept)} --n {args.n} --k 1 --max-new {args.max_new} --seed {args.seed + 1}")
+        result = {"split": Path(args.pool_out).stem, "tokens": tokens + head["tokens"], **meta}
+        path, rows, rollouts = args.pool_out, kept, len(fits) * args.n + head["limit"] * head["n"]
+        said = f"pool {args.pool_out}: {len(kept)} of {len(fits)} problems, base rate {base['base_rate']:.3f}"
+    else:
+        result, samples = evaluate(engine, tokenizer, task, rows, args.n, args.max_new, args.k, args.temperature,
+                                   args.seed, args.greedy, args.stop)
+        result = {"model": args.model, "model_sha256": model_sha256, "split": Path(path).stem, "label": args.label,
+                  **result}
+        print(table(result))
+        rollouts = len(samples)
+        said = (f"eval {args.label or args.model} {task.name} {result['split']}: "
+                f"pass@1 {result['pass_at'].get('1', float('nan')):.3f}")
     if args.out:
         common.append_jsonl(Path(args.out + ".samples.jsonl"), samples)
         common.write_text(args.out, json.dumps(common.finite(result)) + "\n")
         print(f"written to {args.out} and {args.out}.samples.jsonl")
     if args.labbook:
-        run = SimpleNamespace(**{k: v for k, v in result.items() if k != "problems"})
-        record = {"kind": "eval", "run_id": f"eval-{time.strftime('%y%m%d-%H%M%S')}", "parent": None,
+        scores = {k: v for k, v in result.items() if k != "problems"}
+        kind = "data" if args.keep else "eval"
+        record = {"kind": kind, "run_id": f"{kind}-{time.strftime('%y%m%d-%H%M%S')}", "parent": None,
                   "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "script": "eval_passk", "arm": None,
-                  "task": task.name, "model": {"name": args.model, "sha256": result["model_sha256"]},
-                  "data": [{"path": str(path), "sha256": common.sha256_file(path), "rows": len(rows)}],
+                  "task": task.name, "model": {"name": args.model, "sha256": model_sha256},
+                  "data": [{"path": common.short_path(path), "sha256": common.sha256_file(path), "rows": len(rows)}],
                   "seed": args.seed, "config": vars(args),
-                  "budget": {"prompts": len(rows), "rollouts": len(samples), "tokens_sampled": result["tokens"],
+                  "budget": {"prompts": len(rows), "rollouts": rollouts, "tokens_sampled": result["tokens"],
                              "tokens_trained": 0, "wall_s": round(time.time() - start, 1)},
-                  "losses": {}, "scores": common.finite(vars(run)), "status": "ok", "git": common.git_state(),
+                  "losses": {}, "scores": common.finite(scores), "status": "ok", "git": common.git_state(),
                   "versions": common.versions(), "device": common.device_name(device), "notes": args.notes}
-        common.append_record(args.labbook, record,
-                             f"- {time.strftime('%Y-%m-%d %H:%M')} eval {args.label or args.model} {task.name} "
-                             f"{result['split']}: pass@1 {result['pass_at'].get('1', float('nan')):.3f}")
+        common.append_record(args.labbook, record, f"- {time.strftime('%Y-%m-%d %H:%M')} {said}")

@@ -16,6 +16,11 @@ The arms differ in reward and advantage alone:
     grpo_length_penalty    r = 1 - lam L when right, else 0; L = tokens / --max-new. lam < 1, so that a right answer
                            never falls below a wrong one. Where a whole group is right, dividing by the std cancels
                            lam: every strength then gives the same advantages.
+    dr_grpo                A = r - mean(r), and a sum over tokens divided by a constant, not by the answer's length:
+                           neither easy groups nor short answers weigh more (arXiv 2503.20783)
+    random_reward          controls, which can teach nothing about the problems: a fair coin an answer;
+    permuted_reward        the step's rewards, dealt to its answers in a random order;
+    format_only            1 when the marked answer can be read, right or not. What they gain, no reward has earned.
 
 Laptop:  python train_grpo.py --arm grpo_length_penalty --lam 0.5
 GPU:     python train_grpo.py --model data/smollm2 --task gsm8k --lr 1e-6 --max-new 256 --max-steps 200
@@ -27,44 +32,66 @@ import math
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 import common
 from common import RunError, UserError, number
 from engine import Engine
-from envs import get_task, play
+from envs import get_task, load_pool, play
 from eval_passk import evaluate_splits
 from model import find_folder, load_checkpoint, load_model, save_checkpoint
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Arms: what is rewarded (N, G), and how a reward becomes an advantage (N, G)
+# Arms: what is rewarded (N, G), and how a reward becomes an advantage (N, G). played: see envs.py; rng: the step's own
 
 
-def reward_right(right, length, args):
-    return right.float()
+def reward_right(played, args, rng):
+    return played.right.float()
 
 
-def reward_short(right, length, args):
-    """1 - lam L when right, else 0. right (N, G) bool, length (N, G) tokens. A truncated answer is wrong, so L < 1."""
-    return right.float() * (1 - args.lam * length / args.max_new)
+def reward_short(played, args, rng):
+    """1 - lam L when right, else 0. A truncated answer is wrong, so L < 1."""
+    return played.right.float() * (1 - args.lam * played.length / args.max_new)
+
+
+def reward_random(played, args, rng):
+    return torch.from_numpy(rng.integers(2, size=played.right.shape)).float()
+
+
+def reward_permuted(played, args, rng):
+    return torch.from_numpy(rng.permutation(played.right.flatten().numpy())).view_as(played.right).float()
+
+
+def reward_format(played, args, rng):
+    return torch.tensor([g["answer"] is not None for g in played.grades]).view_as(played.right).float()
+
+
+def centred_advantage(reward):
+    """r - mean in each group; exactly 0 where a group has no spread, though the mean of equal floats may be off."""
+    spread = (reward != reward[:, :1]).any(1, keepdim=True)
+    return torch.where(spread, reward - reward.mean(1, keepdim=True), 0.0)
 
 
 def group_advantage(reward):
     """(r - mean) / std in each group, exactly 0 where a group has no spread. reward (N, G); at most sqrt(G - 1)."""
-    centred = reward - reward.mean(1, keepdim=True)
-    spread = (reward != reward[:, :1]).any(1, keepdim=True)
-    std = centred.square().mean(1, keepdim=True).sqrt()
-    return torch.where(spread, centred / std.clamp(min=1e-12), 0.0)
+    centred = centred_advantage(reward)
+    return centred / centred.square().mean(1, keepdim=True).sqrt().clamp(min=1e-12)
 
 
-#       arm                    reward         advantage         normalisation of the loss
+#       arm                    reward            advantage          normalisation of the loss
 ARMS = {"grpo":                (reward_right, group_advantage, "sequence"),
-        "grpo_length_penalty": (reward_short, group_advantage, "sequence")}
+        "grpo_length_penalty": (reward_short, group_advantage, "sequence"),
+        "dr_grpo":             (reward_right, centred_advantage, "constant"),
+        "random_reward":       (reward_random, group_advantage, "sequence"),
+        "permuted_reward":     (reward_permuted, group_advantage, "sequence"),
+        "format_only":         (reward_format, group_advantage, "sequence")}
 ARM_FLAGS = {"lam": ["grpo_length_penalty"]}   # flag -> the arms that read it; to any other arm it is an error
 
 PRESETS = {   # settings only; what is typed wins
     "qwen-1.5b": {"model": "Qwen/Qwen2.5-1.5B-Instruct", "task": "gsm8k", "prompts_per_step": 8, "num_generations": 8,
-                  "max_steps": 200, "lr": 1e-6, "max_new": 512, "eval_n": 32, "limit": 100, "eval_every": 25},
+                  "max_steps": 200, "lr": 1e-6, "max_new": 512, "limit": 100, "eval_n": 32, "eval_every": 25,
+                  "eval_other": "math500", "eval_n_other": 16, "limit_other": 133, "eval_kl": True},
     "qwen3-1.7b": {"model": "Qwen/Qwen3-1.7B", "task": "arithmetic", "prompts_per_step": 4, "num_generations": 8,
                    "max_steps": 120, "lr": 1e-5, "beta": 0.04, "kl_estimator": "k3", "max_new": 1024},
 }
@@ -78,7 +105,8 @@ def get_args(argv=None):
     p.add_argument("--eps", type=number(float, above=0, below=1), default=0.2, help="clip of the ratio")
     p.add_argument("--ratio", default="token", choices=["token", "answer"],
                    help="ratio of each token, or geometric mean over the answer (GSPO, arXiv 2507.18071)")
-    p.add_argument("--beta", type=number(float, 0), default=0.0, help="weight of the KL to the start of the run (nats)")
+    p.add_argument("--beta", type=number(float, 0), default=None,
+                   help="weight of the KL to the start of the run, in nats (default: the arm's, mostly 0)")
     p.add_argument("--kl-estimator", default="k2", choices=["k1", "k2", "k3", "exact"],
                    help="k2: gradient of the reverse KL on policy; k1: no pull on average; k3: biased; exact: all of V")
     p.add_argument("--kl-everywhere", action=argparse.BooleanOptionalAction, default=True,
@@ -100,7 +128,7 @@ def get_args(argv=None):
     p.add_argument("--grad-clip", type=number(float, above=0), default=1.0, help="largest norm of the gradient")
     p.add_argument("--optim", default="adamw", choices=common.OPTIMS,
                    help="fp32 weights; bf16 weights, rounded stochastically; fp32 weights, 8-bit moments")
-    common.add_run_flags(p)
+    common.add_run_flags(p, pool=True)
     args = common.parse_args(p, argv, PRESETS)
     for flag, arms in ARM_FLAGS.items():
         if getattr(args, flag) is not None and args.arm not in arms:
@@ -194,21 +222,24 @@ if __name__ == "__main__":
     model = load_model(folder, common.weight_dtype(args.optim), device,
                        compute_dtype=common.pick_precision(args.precision, device))
     task = get_task(args.task, args.tasks_dir)
-    problems = task.load(task.train)
-    for split in task.splits:   # a malformed row is refused now, not at the evaluation after hours
-        task.load(split)
+    other = get_task(args.eval_other) if args.eval_other else None
+    source = args.pool or task.path(task.train)
+    problems = load_pool(source, task, folder, args.any_pool) if args.pool else task.load(task.train)
+    held_out = [(t, split) for t in (task, other) if t for split in t.splits]
+    for t, split in held_out:   # a malformed row is refused now, not at the evaluation after hours
+        t.load(split)
     room = model.config.max_position_embeddings - args.max_new
     fits = [row for row in problems if len(common.encode_prompt(tokenizer, row["prompt"])) <= room]
     if not fits:
-        raise UserError(f"{task.path(task.train)}: with --max-new {args.max_new} no problem fits the context of "
+        raise UserError(f"{source}: with --max-new {args.max_new} no problem fits the context of "
                         f"{model.config.max_position_embeddings} tokens")
     optimizer = common.make_optimizer(model, lr, optim=args.optim, seed=args.seed)
-    reference = copy.deepcopy(model).requires_grad_(False) if args.beta else None
-    exact = reference is not None and args.kl_estimator == "exact"
+    start = copy.deepcopy(model).requires_grad_(False) if args.beta or args.eval_kl else None
+    exact = args.beta and args.kl_estimator == "exact"
     engine = Engine(model, tokenizer, slots=args.slots)
     longest = max(len(common.encode_prompt(tokenizer, row["prompt"])) for row in fits) + args.max_new
     common.check_room(run, model, longest, args.prompts_per_step * args.num_generations, args.slots)
-    run.start(folder, [task.path(s) for s in (task.train, *task.splits)], device)
+    run.start(folder, [source] + [t.path(split) for t, split in held_out], device)
 
     first = 0
     if args.resume:
@@ -218,7 +249,7 @@ if __name__ == "__main__":
 
     def evaluate():
         return evaluate_splits(engine, tokenizer, task, args.limit, args.eval_n, args.max_new, args.eval_seed,
-                               args.stop)
+                               args.stop, other, args.limit_other, args.eval_n_other, start if args.eval_kl else None)
 
     def save(step):
         run.save(step, lambda to: save_checkpoint(to, model, tokenizer, optimizer, {"step": step, "run": run.state()}))
@@ -246,19 +277,21 @@ if __name__ == "__main__":
         t1 = time.time()
 
         # advantages
-        reward = make_reward(played.right, played.length, args)                 # (N, G)
+        rng = np.random.default_rng([args.seed, step, 1])   # the 1: not the numbers that order the problems
+        reward = make_reward(played, args, rng)                                 # (N, G)
         adv = advantage(reward)                                                 # (N, G)
         flat_adv = adv.flatten().to(device)                                     # (B,)
         weight = token_weights(norm, played.length.flatten(), args.max_new).to(device)
         # rows that cannot give a gradient are left out of the backward pass, not of the mean
         rows = (torch.ones_like(adv) if args.beta and args.kl_everywhere else adv).flatten().nonzero()[:, 0].tolist()
         if step == first:
-            print(common.show_row(tokenizer, r.ids[0, :r.length[0]], r.mask[0, :r.length[0]]))
+            b = rows[0] if rows else 0
+            print(common.show_row(tokenizer, r.ids[b, :r.length[b]], r.mask[b, :r.length[b]]))
 
         # update: backward passes over as many rows as fit, then one optimizer step for all of them
         again = args.updates_per_rollout > 1
         logp_old = common.score(model, r, args.temperature)[0] if again else None            # (B, T - 1)
-        logp_ref = common.score(reference, r, args.temperature)[0] if reference and not exact else None
+        logp_ref = common.score(start, r, args.temperature)[0] if args.beta and not exact else None
         for update in range(args.updates_per_rollout):
             answer_ratio = None
             if update and args.ratio == "answer":   # log of the geometric mean of the answer's token ratios, (B,)
@@ -273,10 +306,10 @@ if __name__ == "__main__":
                 hidden = model(p.ids, p.lengths)[p.where]                                    # (P, C)
                 if exact:
                     with torch.no_grad():
-                        hidden_ref = reference(p.ids, p.lengths)[p.where]
+                        hidden_start = start(p.ids, p.lengths)[p.where]
                     grad, part = common.head_backward(
                         hidden, model.head_weight, p.targets, lambda z, at: grpo_loss_exact(
-                            z, common.output_logits(hidden_ref[at], reference.head_weight) / args.temperature,
+                            z, common.output_logits(hidden_start[at], start.head_weight) / args.temperature,
                             p.targets[at], at, b, args), args.temperature, full=True)
                 else:
                     grad, part = common.head_backward(
@@ -310,7 +343,8 @@ if __name__ == "__main__":
         run.losses = {"last": sums.get("loss")}
         run.log(done, {
             "reward": reward.mean().item(), "right": played.right.float().mean().item(),
-            "lenient": played.lenient.float().mean().item(), "no_spread": (adv == 0).all(1).float().mean().item(),
+            "lenient": played.lenient.float().mean().item(),
+            "no_spread": (reward == reward[:, :1]).all(1).float().mean().item(),
             "truncated": played.truncated.float().mean().item(), "length": tokens / rows_a_step,
             "entropy": r.entropy[r.mask[:, 1:]].mean().item(), "kl": sums["kl"] / trained if "kl" in sums else None,
             "clip_frac": sums.get("clip_frac", 0.0) / trained, "mismatch": sums.get("mismatch", 0.0) / trained,

@@ -7,6 +7,7 @@ import math
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import EOS, problem, tiny_model, write_rows
@@ -22,6 +23,11 @@ T = torch.tensor
 
 def settings(**more):
     return SimpleNamespace(**{"eps": 0.2, "beta": 0.0, "kl_estimator": "k2", "lam": 0.5, "max_new": 100, **more})
+
+
+def answers(right, length=None, grades=None):
+    """What a reward function sees of a step's answers. right, length (N, G)."""
+    return SimpleNamespace(right=right, length=length, grades=grades)
 
 
 def gradient(fn, *inputs):
@@ -74,21 +80,21 @@ def test_a_group_does_not_see_its_neighbours():
 def test_length_penalty_orders_right_answers_and_never_lifts_a_wrong_one(lam):
     length = torch.arange(1, 101)[None]
     args = settings(lam=lam, max_new=100)
-    right = grpo.reward_short(torch.ones_like(length, dtype=torch.bool), length, args)
-    wrong = grpo.reward_short(torch.zeros_like(length, dtype=torch.bool), length, args)
+    right = grpo.reward_short(answers(torch.ones_like(length, dtype=torch.bool), length), args, None)
+    wrong = grpo.reward_short(answers(torch.zeros_like(length, dtype=torch.bool), length), args, None)
     assert (right[0, :-1] > right[0, 1:]).all()
     assert (wrong == 0).all() and right.min() > wrong.max()
 
 
 def test_length_penalty_by_hand():
     right, length = T([[True, True, False, True]]), T([[10, 50, 20, 100]])
-    got = grpo.reward_short(right, length, settings(lam=0.5))
+    got = grpo.reward_short(answers(right, length), settings(lam=0.5), None)
     assert torch.allclose(got, T([[0.95, 0.75, 0.0, 0.5]]))
 
 
 def test_lam_0_is_grpo():
-    right, length = torch.rand(6, 8, generator=torch.Generator().manual_seed(1)) > 0.5, torch.randint(1, 100, (6, 8))
-    assert torch.equal(grpo.reward_short(right, length, settings(lam=0.0)), grpo.reward_right(right, length, None))
+    played = answers(torch.rand(6, 8, generator=torch.Generator().manual_seed(1)) > 0.5, torch.randint(1, 100, (6, 8)))
+    assert torch.equal(grpo.reward_short(played, settings(lam=0.0), None), grpo.reward_right(played, None, None))
 
 
 def test_all_right_group_hides_the_strength_of_the_penalty():
@@ -97,12 +103,56 @@ def test_all_right_group_hides_the_strength_of_the_penalty():
     right = torch.ones(1, 4, dtype=torch.bool)
 
     def advantage(lam, right):
-        return group_advantage(grpo.reward_short(right, length, settings(lam=lam)))
+        return group_advantage(grpo.reward_short(answers(right, length), settings(lam=lam), None))
     weak, strong = advantage(0.2, right), advantage(0.5, right)
     assert weak.abs().max() > 0.5
     assert torch.allclose(weak, strong, atol=1e-4)
     right = T([[True, True, True, False]])
     assert not torch.allclose(advantage(0.2, right), advantage(0.5, right), atol=1e-2)
+
+
+def test_dr_grpo_by_hand():
+    """No division by the std: rewards 1 0 0 0 give 3/4 and -1/4, and an easy group weighs no more than a mixed one."""
+    _, advantage, norm = grpo.ARMS["dr_grpo"]
+    assert torch.equal(advantage(T([[1.0, 0, 0, 0], [1, 1, 1, 1]])), T([[0.75, -0.25, -0.25, -0.25], [0, 0, 0, 0]]))
+    assert (advantage(torch.full((2, 7), 0.1)) == 0).all()
+    # a sum over tokens: the weight of a token is the same in a long and in a short answer
+    weight = token_weights(norm, T([2, 50]), 100)
+    assert torch.allclose(weight, torch.full((2,), 1 / 200))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Controls
+
+def rng(step=0):
+    return np.random.default_rng([0, step, 1])
+
+
+def test_random_reward_is_a_fair_coin_that_does_not_look_at_the_answers():
+    right = torch.zeros(100, 8, dtype=torch.bool)
+    coin = grpo.reward_random(answers(right), None, rng())
+    assert set(coin.flatten().tolist()) == {0.0, 1.0} and abs(coin.mean().item() - 0.5) < 4 * 0.5 / 800 ** 0.5
+    assert torch.equal(coin, grpo.reward_random(answers(~right), None, rng()))
+    assert not torch.equal(coin, grpo.reward_random(answers(right), None, rng(step=1)))
+
+
+def test_permuted_reward_deals_the_rewards_of_the_step():
+    """As many ones as were right, in other places, so that groups without spread get some."""
+    right = torch.zeros(8, 8, dtype=torch.bool)
+    right[:2], right[2, :3] = True, True
+    before = right.clone()
+    dealt = grpo.reward_permuted(answers(right), None, rng())
+    assert dealt.sum() == 19 and dealt.shape == (8, 8) and torch.equal(right, before)
+    assert not torch.equal(dealt, right.float())
+    assert torch.equal(dealt, grpo.reward_permuted(answers(right), None, rng()))
+    many = torch.stack([grpo.reward_permuted(answers(right), None, rng(s)) for s in range(400)]).mean(0)
+    assert (many - 19 / 64).abs().max() < 5 * 0.46 / 400 ** 0.5   # no place is favoured
+
+
+def test_format_only_pays_what_can_be_read():
+    grades = [{"answer": a, "right": r} for a, r in [("3", True), ("4", False), (None, False), ("0", False)]]
+    got = grpo.reward_format(answers(T([[True, False], [False, False]]), grades=grades), None, None)
+    assert torch.equal(got, T([[1.0, 1.0], [0.0, 1.0]]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -156,7 +206,8 @@ def test_weights_do_not_depend_on_the_advantages(norm):
 
 def test_arms_and_normalisations():
     assert {name: norm for name, (_, _, norm) in grpo.ARMS.items()} == {
-        "grpo": "sequence", "grpo_length_penalty": "sequence"}
+        "grpo": "sequence", "grpo_length_penalty": "sequence", "dr_grpo": "constant", "random_reward": "sequence",
+        "permuted_reward": "sequence", "format_only": "sequence"}
 
 
 def test_loss_value_is_near_0_on_policy_and_its_gradient_is_not():
@@ -466,7 +517,9 @@ def test_every_flag_changes_something(flags, base, what, guesser, tasks, tmp_pat
 
 def test_every_flag_of_the_method_is_in_the_table_above():
     """A new flag needs a row in EFFECTS, or a test that is named here."""
-    elsewhere = {"arm", "lam", "preset", "slots", "micro_batch_tokens", "kl_everywhere"}   # tested one by one here
+    elsewhere = {"arm", "lam", "preset", "slots", "micro_batch_tokens", "kl_everywhere",   # tested one by one here
+                 "pool", "any_pool", "eval_other", "limit_other", "eval_n_other", "eval_kl",      # test_pool.py
+                 "optim"}                                                                   # test_common.py
     records = {"seed", "output_dir", "labbook", "curves", "resume", "save_every", "keep", "notes", "price_per_hour",
                "wandb", "device", "model", "task", "tasks_dir", "template", "limit", "eval_every", "eval_n",
                "eval_seed"}
@@ -527,6 +580,26 @@ def test_samples_of_every_step_are_on_disk(plain):
                 groups.setdefault(r["id"], []).append(r)
         assert all(len({tuple(r["ids"]) for r in g}) > 2 for g in groups.values())   # samples of a group differ
         assert [len(g) for g in groups.values()] == [8] * 4
+
+
+@pytest.mark.parametrize("arm", ["dr_grpo", "random_reward", "permuted_reward", "format_only"])
+def test_rewards_of_the_other_arms_are_what_they_say(arm, plain, guesser, tasks, tmp_path):
+    """The first step's answers are those of arm grpo; what they are paid is the arm's own."""
+    folder = grpo_run(tmp_path / "run", guesser, tasks, "--arm", arm, steps=1)
+    rows, same = jsonl(folder / "samples.jsonl"), jsonl(plain / "samples.jsonl")[:32]
+    assert [r["ids"] for r in rows] == [r["ids"] for r in same]
+    reward, right = [r["reward"] for r in rows], [float(r["right"]) for r in rows]
+    if arm == "dr_grpo":
+        assert reward == right
+        means = [sum(reward[i:i + 8]) / 8 for i in range(0, 32, 8)]
+        assert [r["adv"] for r in rows] == pytest.approx([x - means[i // 8] for i, x in enumerate(reward)], abs=1e-6)
+    elif arm == "format_only":
+        assert reward == [float(r["answer"] is not None) for r in rows] != right
+    else:
+        assert set(reward) == {0.0, 1.0} and reward != right
+        assert (sum(reward) == sum(right)) == (arm == "permuted_reward")
+    assert metrics(folder)[0]["reward"] == pytest.approx(sum(reward) / 32)
+    assert weights(folder) != weights(plain)
 
 
 def test_rewards_belong_to_their_problems(plain, tasks, guesser, tmp_path):
