@@ -132,7 +132,8 @@ def rms_norm(x, weight, eps, dtype):
 
 def rope_angles(positions, head_dim, theta):
     """positions (T,) -> cos and sin (T, head_dim / 2), fp32. Rotary embedding: arXiv 2104.09864, equation 34."""
-    freq = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    # 1 / theta^x, not theta^-x: the last bits are then those of transformers, and a deep model shows them
+    freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
     angle = positions.float()[:, None] * freq
     return angle.cos(), angle.sin()
 
