@@ -3,25 +3,27 @@ Runs programs that a model wrote, and says whether they are right. Knows nothing
 
 Three kinds of process:
   parent     this process. It owns the tests and the expected values.
-  server     one per worker, exec'ed fresh. It forks, waits, kills, counts time, and sees nothing else: sources, arguments,
-             results and tests travel on sockets that go straight from the parent to the forked process. What a server
-             never held, none of its later forks can find in its memory.
+  server     one per worker, exec'ed fresh. It forks, waits, kills, counts time, and sees nothing else: sources,
+             arguments, results and tests travel on sockets that go straight from the parent to the forked process. What
+             a server never held, none of its later forks can find in its memory.
   candidate  a fork of the server: one program, then dead. It may not fork, exec or open a socket, so it is exactly one
              process, rlimits are complete accounting and one SIGKILL is complete cleanup.
 
 Two verdicts:
   function tasks    send inputs, receive plain data, compare in the parent with values that the parent built itself.
-  unittest modules  the tests run in a second process, isolated alike, with proxies to the candidate over a data-only link.
+  unittest modules  the tests run in a second process, isolated alike, with proxies to the candidate over a data-only
+                    link.
 Standard output, exit codes and the candidate's own `==` are never a verdict.
 
 Two tiers, each proven on every server by a probe that must fail at everything:
-  ns        user, mount, net, ipc, uts and pid namespaces, seccomp, rlimits; a read-only root with the standard library only
+  ns        user, mount, net, ipc, uts and pid namespaces, seccomp, rlimits; a read-only root with the standard library
+            and the system's shared libraries only
   landlock  Landlock, seccomp, rlimits; for containers and systems that refuse user namespaces. No file can be written.
             Known gap: `stat` of host paths and the names in a Python's site-packages stay visible.
 Neither there: SandboxUnavailable, unless the caller asks for unsafe=True (rlimits only).
 
-What is left: a kernel bug; timing; class-based tests that compare two candidate objects trust the candidate's `==`, and a test
-that hands the wanted value to a method of a returned object trusts that method (judge(plain=True) refuses such objects).
+What is left: a kernel bug; timing; class-based tests that compare two candidate objects trust the candidate's `==`, and
+a test that hands the wanted value to a method of a returned object trusts that method (plain=True refuses such).
 
     with Sandbox(workers=2) as box:
         box.judge("def add(a, b): return a + b", [([1, 2], 3)]).passed
@@ -29,6 +31,7 @@ that hands the wanted value to a method of a returned object trusts that method 
     python sandbox.py                                  prints the tier, what it holds, and programs per second
     python sandbox.py FILE --tests FILE [--entry NAME] judges one file: exit 0 pass, 1 not, 2 bad input
 """
+import _sitebuiltins
 import argparse
 import ast
 import atexit
@@ -60,14 +63,13 @@ import time
 import traceback
 import types
 import unittest
-import _sitebuiltins
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 MAX_DEPTH, MAX_NODES, MAX_BITS = 64, 100_000, 400_000  # of a value that comes from a candidate
 MAX_TRUSTED = 20_000_000                               # nodes of a value that comes from the tests
 RECYCLE = 2000                                         # programs after which a server is replaced
-GRACE_S = 2.0                                          # the parent waits this much longer than the wall limit, then kills
+GRACE_S = 2.0                                          # the parent waits this long past the wall limit, then kills
 
 
 class SandboxUnavailable(RuntimeError):
@@ -103,9 +105,9 @@ class Limits:
 @dataclass(frozen=True)
 class Result:
     """
-    status   pass, fail (a wrong answer), error (raised, crashed, did not load), timeout, memory, output (too much of it),
-             protocol (missing, extra or malformed results)
-    message  at most 500 characters. Without judge(detail=True) it names test and kind of failure and holds no input and no
+    status   pass, fail (a wrong answer), error (raised, crashed, did not load), timeout, memory, output (too much of
+             it), protocol (missing, extra or malformed results)
+    message  at most 500 characters. Without detail=True it names test and kind of failure and holds no input and no
              expected value, so a model may see it. `output` is what the candidate printed, and may hold inputs.
     """
     status: str
@@ -150,19 +152,33 @@ class Opaque:
         return False
 
 
+# tag: (type, its parts). The parts are plain integers, a float pair or text; the type builds itself from them.
+PARTS = {
+    "dt": (datetime.datetime, lambda v: [v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond]),
+    "da": (datetime.date, lambda v: [v.year, v.month, v.day]),
+    "ti": (datetime.time, lambda v: [v.hour, v.minute, v.second, v.microsecond]),
+    "td": (datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds]),
+    "r": (range, lambda v: [v.start, v.stop, v.step]),
+    "fr": (fractions.Fraction, lambda v: [v.numerator, v.denominator]),
+    "c": (complex, lambda v: [v.real, v.imag]),
+    "de": (decimal.Decimal, lambda v: [str(v)])}
+TAG_OF = {kind: tag for tag, (kind, _) in PARTS.items()}
+# tag: (base type, its own iterator, the type that reads it back): a subclass cannot choose what it shows
+SEQUENCES = {"t": (tuple, tuple.__iter__), "s": (set, set.__iter__), "fs": (frozenset, frozenset.__iter__)}
+
+
 def encode(value, hook=None, nodes=MAX_NODES):
     """
     Plain data to a JSON-able tree. Subclasses of built-in types are brought down by the base type's own methods.
-    hook(value) encodes the rest; without one it is a TypeError. ValueError: too deep, too many nodes, integer too large.
+    hook(value) encodes the rest; without one it is a TypeError. ValueError: too deep, too many nodes, too large.
     """
-    left = [nodes]
+    left = nodes
 
     def walk(v, depth):
-        left[0] -= 1
-        if left[0] < 0:
-            raise ValueError(f"value has more than {nodes} nodes")
-        if depth > MAX_DEPTH:
-            raise ValueError(f"value is nested deeper than {MAX_DEPTH}")
+        nonlocal left
+        left -= 1
+        if left < 0 or depth > MAX_DEPTH:
+            raise ValueError(f"value has more than {nodes} nodes, or is nested deeper than {MAX_DEPTH}")
         kind = type(v)  # not isinstance: an object may lie about its __class__
         if v is None or kind is bool:
             return v
@@ -170,43 +186,23 @@ def encode(value, hook=None, nodes=MAX_NODES):
             return str.__str__(v)
         if issubclass(kind, int):
             v = int.__pos__(v)
-            if -2 ** 63 <= v < 2 ** 63:
-                return v
             if v.bit_length() > MAX_BITS:
                 raise ValueError("integer is too large")
-            return {"i": hex(v)}
+            return v if v.bit_length() < 64 else {"i": hex(v)}
         if issubclass(kind, float):
             return float.__pos__(v)  # json keeps inf, nan and every bit of a float
         if issubclass(kind, list):
             return [walk(x, depth + 1) for x in list.__iter__(v)]
-        if issubclass(kind, tuple):
-            return {"t": [walk(x, depth + 1) for x in tuple.__iter__(v)]}
         if issubclass(kind, dict):
             return {"d": [[walk(k, depth + 1), walk(x, depth + 1)] for k, x in dict.items(v)]}
-        if issubclass(kind, set):
-            return {"s": [walk(x, depth + 1) for x in set.__iter__(v)]}
-        if issubclass(kind, frozenset):
-            return {"fs": [walk(x, depth + 1) for x in frozenset.__iter__(v)]}
-        if issubclass(kind, bytes):
-            return {"b": bytes.hex(v)}
-        if issubclass(kind, bytearray):
-            return {"ba": bytearray.hex(v)}
-        if kind is complex:
-            return {"c": [v.real, v.imag]}
-        if kind is range:
-            return {"r": [walk(v.start, depth), walk(v.stop, depth), walk(v.step, depth)]}
-        if kind is datetime.datetime and v.tzinfo is None:
-            return {"dt": [v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond]}
-        if kind is datetime.date:
-            return {"da": [v.year, v.month, v.day]}
-        if kind is datetime.time and v.tzinfo is None:
-            return {"ti": [v.hour, v.minute, v.second, v.microsecond]}
-        if kind is datetime.timedelta:
-            return {"td": [v.days, v.seconds, v.microseconds]}
-        if kind is decimal.Decimal:
-            return {"de": str(v)}
-        if kind is fractions.Fraction:
-            return {"fr": [walk(v.numerator, depth), walk(v.denominator, depth)]}
+        for tag, (base, each) in SEQUENCES.items():
+            if issubclass(kind, base):
+                return {tag: [walk(x, depth + 1) for x in each(v)]}
+        for base in (bytes, bytearray):
+            if issubclass(kind, base):
+                return {"b" if base is bytes else "ba": base.hex(v)}
+        if kind in TAG_OF and getattr(v, "tzinfo", None) is None:
+            return {TAG_OF[kind]: [walk(x, depth + 1) for x in PARTS[TAG_OF[kind]][1](v)]}
         if hook is None:
             raise TypeError(f"{kind.__name__} is not plain data")
         return hook(v)
@@ -228,8 +224,8 @@ def read_json(data):
         raise ValueError("JSON is nested too deep") from None
 
 
-def _exact(kind, values, n=None):
-    if type(values) is not list or (n is not None and len(values) != n) or any(type(v) is not kind for v in values):
+def _exact(kind, values):
+    if type(values) is not list or any(type(v) is not kind for v in values):
         raise ValueError("malformed value")
     return values
 
@@ -243,29 +239,18 @@ def _hashable(keys):
 
 def decode(tree, hook=None, nodes=MAX_NODES):
     """The inverse of encode, strict: ValueError for anything that encode would not have written."""
-    left = [nodes]
-
-    def many(values, depth):
-        if type(values) is not list:
-            raise ValueError("malformed value")
-        return [walk(v, depth + 1) for v in values]
-
-    def number(v):
-        if type(v) is dict and set(v) == {"i"}:
-            v = walk(v, 0)
-        if type(v) is not int:
-            raise ValueError("malformed integer")
-        return v
+    left = nodes
 
     def walk(v, depth):
-        left[0] -= 1
-        if left[0] < 0 or depth > MAX_DEPTH + 1:
+        nonlocal left
+        left -= 1
+        if left < 0 or depth > MAX_DEPTH + 1:
             raise ValueError("value is too large or too deep")
         kind = type(v)
         if v is None or kind in (bool, int, float, str):
             return v
         if kind is list:
-            return many(v, depth)
+            return [walk(x, depth + 1) for x in v]
         if kind is not dict or not v:
             raise ValueError("malformed value")
         tag = next(iter(v))
@@ -274,61 +259,39 @@ def decode(tree, hook=None, nodes=MAX_NODES):
             return hook(v)
         if len(v) != 1:
             raise ValueError("malformed value")
-        try:
-            if tag == "i":
-                text, = _exact(str, [body])
-                if len(text) > MAX_BITS // 4 + 3:
-                    raise ValueError("integer is too large")
-                return int(text, 16)
-            if tag == "t":
-                return tuple(many(body, depth))
-            if tag == "d":
-                pairs = [(walk(k, depth + 1), walk(x, depth + 1)) for k, x in body]
-                _hashable([k for k, _ in pairs])
-                return dict(pairs)
-            if tag == "s":
-                return set(_hashable(many(body, depth)))
-            if tag == "fs":
-                return frozenset(_hashable(many(body, depth)))
-            if tag == "b":
-                return bytes.fromhex(body)
-            if tag == "ba":
-                return bytearray.fromhex(body)
-            if tag == "c":
-                return complex(*_exact(float, body, 2))
-            if tag == "r":
-                return range(*[number(x) for x in body])
-            if tag == "dt":
-                return datetime.datetime(*_exact(int, body, 7))
-            if tag == "da":
-                return datetime.date(*_exact(int, body, 3))
-            if tag == "ti":
-                return datetime.time(*_exact(int, body, 4))
-            if tag == "td":
-                return datetime.timedelta(*_exact(int, body, 3))
-            if tag == "de":
-                text, = _exact(str, [body])
-                if len(text) > 4000:
-                    raise ValueError("Decimal is too long")
-                return decimal.Decimal(text)
-            if tag == "fr":
-                n, d = number(body[0]), number(body[1])
-                if max(n.bit_length(), d.bit_length()) > 20_000:  # its gcd is quadratic
-                    raise ValueError("Fraction is too large")
-                return fractions.Fraction(n, d)
-            if tag == "o":
-                return Opaque(*_exact(str, [body]))
-        except (TypeError, ValueError, ArithmeticError, KeyError, IndexError, RecursionError) as error:
-            raise ValueError(f"malformed value: {error}"[:200]) from None
+        if tag in ("i", "b", "ba", "o"):
+            _exact(str, [body])
+            if tag == "i" and len(body) > MAX_BITS // 4 + 3:
+                raise ValueError("integer is too large")
+            read = {"i": lambda text: int(text, 16), "b": bytes.fromhex, "ba": bytearray.fromhex, "o": Opaque}[tag]
+            return read(body)
+        if type(body) is not list:
+            raise ValueError("malformed value")
+        if tag == "d":
+            pairs = [(walk(k, depth + 1), walk(x, depth + 1)) for k, x in body]
+            _hashable([k for k, _ in pairs])
+            return dict(pairs)
+        parts = [walk(x, depth + 1) for x in body]
+        if tag in SEQUENCES:
+            return SEQUENCES[tag][0](parts if tag == "t" else _hashable(parts))
+        if tag in PARTS:
+            # A Fraction's gcd is quadratic, and so is text to Decimal.
+            if tag in ("fr", "de") and any(len(str(x)) > 4000 for x in parts):
+                raise ValueError("number is too long")
+            _exact({"c": float, "de": str}.get(tag, int), parts)
+            return PARTS[tag][0](*parts)
         raise ValueError("unknown tag")
 
-    return walk(tree, 0)
+    try:
+        return walk(tree, 0)
+    except (TypeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"malformed value: {error}"[:200]) from None
 
 
 def same(got, want):
     """
-    The comparison that a verdict rests on. Both sides are built-in types made in this process, so `==` means what it says:
-    2 == 2.0 and True == 1 as in the tests that tasks come with. NaN equals NaN only where the expected value is NaN.
+    The comparison that a verdict rests on. Both sides are built-in types made in this process, so `==` means what it
+    says: 2 == 2.0 and True == 1 as in the tests that tasks come with. NaN equals NaN only where NaN is expected.
     """
     if isinstance(want, Approx):
         # Written so that NaN fails; infinities are equal to themselves only.
@@ -375,8 +338,8 @@ def recv_frame(sock, cap):
 # The kernel's side: system calls, namespaces, Landlock, seccomp
 
 libc = ctypes.CDLL(None, use_errno=True)
-# fork(2) with the interpreter's lock held, past os.fork: its hooks (locks of threads that a server does not have, a fresh seed)
-# cost 200 page faults in every child, a tenth of its time.
+# fork(2) with the interpreter's lock held, past os.fork: its hooks (locks of threads that a server does not have, a new
+# seed) cost 100 page faults in every child, a tenth of its time.
 fork = ctypes.PyDLL(None).fork
 CLONE = dict(ns=0x20000, uts=0x4000000, ipc=0x8000000, user=0x10000000, pid=0x20000000, net=0x40000000)
 RDONLY, NOSUID, NODEV, NOEXEC, BIND, REC, PRIVATE = 1, 2, 4, 8, 0x1000, 0x4000, 0x40000
@@ -414,7 +377,7 @@ DENIED = dict(
     modify_ldt=(154, -1), uselib=(134, -1), lookup_dcookie=(212, 18))
 # machine: (column of the table, AUDIT_ARCH, highest number of the first table, rseq)
 ARCHES = {"x86_64": (0, 0xC000003E, 334, 334), "aarch64": (1, 0xC00000B7, 293, 293)}
-NEWER = (436, 439, 449)  # close_range, faccessat2, futex_waitv; every other new call is ENOSYS (io_uring, clone3, pidfd, ...)
+NEWER = (436, 439, 449)  # close_range, faccessat2, futex_waitv; other new calls are ENOSYS (io_uring, clone3, pidfd_*)
 CALLS = dict(clone=(56, 220), socketpair=(53, 199), kill=(62, 129), tgkill=(234, 131), prlimit64=(302, 261),
              prctl=(157, 167), fcntl=(72, 25), ioctl=(16, 29), pivot_root=(155, 41))
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT, MOUNT_SETATTR = 444, 445, 446, 442  # one number on every machine
@@ -447,7 +410,7 @@ def mount(source, target, kind, flags, data=""):
 
 
 def read_only(path, flags):
-    # mount_setattr adds flags and keeps those that are locked, which a remount from a user namespace would have to repeat.
+    # mount_setattr adds flags and keeps locked ones, which a remount from a user namespace would have to repeat.
     attr = struct.pack("QQQQ", flags, 0, 0, 0)
     call(f"mount_setattr({path})", MOUNT_SETATTR, -100, path.encode(), 0x8000, attr, len(attr))
 
@@ -463,7 +426,8 @@ def map_ids(proc, uid, gid):
 def library_paths():
     """(folders that a candidate may read, folders below them that it may not)."""
     stdlib = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
-    shown = sorted(p for p in {*stdlib, "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo"} if os.path.isdir(p))
+    system = {"/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo"}
+    shown = sorted(p for p in stdlib | system if os.path.isdir(p))
     real = [os.path.realpath(p) for p in shown]
     hidden = {os.path.join(p, d) for p in stdlib for d in ("site-packages", "dist-packages")} | {"/usr/lib/python3"}
     kept = [p for p in shown if os.path.islink(p) or not any(p != r and p.startswith(r + "/") for r in real)]
@@ -505,7 +469,7 @@ def build_root():
 
 
 def landlock_rules():
-    """A ruleset descriptor: read and list the library folders, nothing else; no signal and no abstract socket outside."""
+    """A ruleset descriptor: read and list the library folders, nothing else; no signal or abstract socket outside."""
     abi = call("landlock_create_ruleset", LANDLOCK_CREATE, None, 0, 1)
     if abi < 3:
         raise OSError(errno.EOPNOTSUPP, f"Landlock ABI {abi}, at least 3 is needed", "landlock_create_ruleset")
@@ -515,9 +479,10 @@ def landlock_rules():
     rules = call("landlock_create_ruleset", LANDLOCK_CREATE, attr, len(attr), 0)
     read, listing, write = 4, 8, 2
     shown, hidden = library_paths()
-    grants = [(p, read | listing) for p in shown] + [("/dev/null", read | write), ("/dev/zero", read), ("/dev/urandom", read)]
+    grants = [(p, read | listing) for p in shown]
+    grants += [("/dev/null", read | write), ("/dev/zero", read), ("/dev/urandom", read)]
     while any(h == p or h.startswith(p + "/") for p, rights in grants if rights & read for h in hidden):
-        # Landlock cannot take a folder out of an allowed one: allow its neighbours instead, and the listing of the parent.
+        # Landlock cannot take a folder out of an allowed one: allow its neighbours, and the listing of the parent.
         new = []
         for path, rights in grants:
             if not rights & read or not any(h == path or h.startswith(path + "/") for h in hidden):
@@ -543,17 +508,20 @@ def bpf(pid=PID):
     """The seccomp program of a candidate: bytes of struct sock_filter."""
     column, arch, last, rseq = ARCHES[platform.machine()]
     load, jump, equal, at_least, any_bit, ret = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
-    allow, eperm, enosys, kill = [(ret, 0, 0, code) for code in (0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x80000000)]
+    actions = (0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x80000000)
+    allow, eperm, enosys, kill = [(ret, 0, 0, action) for action in actions]
 
     def argument(index, values, inside, outside):
         # by whether the low word of the argument is one of values
-        return [(load, 0, 0, 16 + 8 * index)] + [step for v in values for step in ((equal, 0, 1, v), inside)] + [outside]
+        tests = [step for v in values for step in ((equal, 0, 1, v), inside)]
+        return [(load, 0, 0, 16 + 8 * index)] + tests + [outside]
 
     blocks = {numbers[column]: [eperm] for numbers in DENIED.values() if numbers[column] >= 0}
     blocks |= {number: [allow] for number in (*NEWER, rseq)}
     special = {
         # threads only, and no namespace
-        "clone": [(load, 0, 0, 16), (any_bit, 0, 2, 0x10000), (any_bit, 1, 0, sum(CLONE.values()) | 0x2000000), allow, eperm, eperm],
+        "clone": [(load, 0, 0, 16), (any_bit, 0, 2, 0x10000), (any_bit, 1, 0, sum(CLONE.values()) | 0x2000000), allow,
+                  eperm, eperm],
         "kill": argument(0, (pid,), allow, eperm),
         "tgkill": argument(0, (pid,), allow, eperm),
         "prlimit64": argument(0, (pid, 0), allow, eperm),
@@ -561,12 +529,12 @@ def bpf(pid=PID):
         "socketpair": argument(1, (1, 1 | 0x800, 1 | 0x80000, 1 | 0x80800), allow, eperm),
         # get or set the name, name memory, read dumpable and capabilities. Not the parent-death signal.
         "prctl": argument(0, (15, 16, 0x53564D41, 3, 23, 39), allow, eperm),
-        # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY and their ioctls signal others; TIOCSTI types on a terminal
+        # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY and their ioctls signal others; TIOCSTI types on a tty
         "fcntl": argument(1, (8, 10, 15, 1024, 1026), eperm, allow),
         "ioctl": argument(1, (0x8901, 0x8902, 0x5452, 0x5412, 0x541C), eperm, allow)}
     blocks |= {CALLS[name][column]: block for name, block in special.items()}
-    # Intervals of call numbers, then a binary search over them: the kernel walks the program once for every number there is,
-    # each time that a candidate installs it.
+    # Intervals of call numbers, then a binary search over them: the kernel walks the program once for every number that
+    # there is, each time that a candidate installs it.
     starts = [(0, [allow])]
     for number in sorted(blocks):
         if starts[-1][0] == number:
@@ -586,7 +554,7 @@ def bpf(pid=PID):
 
 
 class Filter:
-    """A seccomp program, made once; install() puts it on the calling process, which needs no_new_privs. There is no way back."""
+    """A seccomp program, made once. install() puts it on the calling process, which needs no_new_privs, for good."""
 
     def __init__(self, program):
         self.steps = ctypes.create_string_buffer(program, len(program))
@@ -606,10 +574,10 @@ def drop_capabilities():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Between tests and candidate: a data-only link. Objects that are not data stay where they are and are spoken of by number.
+# Between tests and candidate: a data-only link. What is not data stays where it is and is spoken of by number.
 
 class LinkBroken(BaseException):
-    """The other end is gone or does not speak the protocol. Not an Exception: a test that expects one must not get this."""
+    """The other end is gone or breaks the protocol. Not an Exception: a test that expects one must not get this."""
 
 
 class Link:
@@ -720,7 +688,7 @@ class CandidateLink(Link):
 
 class Proxy:
     """
-    In the tests: an object of the candidate. Never equal to plain data, and two of them are equal when the candidate says so.
+    In the tests: an object of the candidate. Never equal to plain data; two are equal when the candidate says so.
     A test may compute with an object and plain data, but what comes of it (a "mixed" object) gives no number, truth or
     order: `abs(got - want) < 1e-6` must not be answered by the object itself.
     """
@@ -751,8 +719,9 @@ class Proxy:
         return hash(self._link.ask("hash", self))
 
     def __contains__(self, item):
-        # Plain data is looked for here: the candidate must not answer whether it holds what the test wants.
-        return self._link.ask("__contains__", self, item) is True if isinstance(item, Proxy) else any(x == item for x in self)
+        if isinstance(item, Proxy):
+            return self._link.ask("__contains__", self, item) is True
+        return any(x == item for x in self)  # the candidate must not answer whether it holds what the test wants
 
     def __instancecheck__(self, value):
         return isinstance(value, Proxy) and self._link.ask("isinstance", value, self) is True
@@ -821,7 +790,7 @@ def _unary(name, verb):
     setattr(Proxy, name, method)
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"):
+for _name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split():
     _arithmetic(f"__{_name}__", f"__{_name}__", False)
     _arithmetic(f"__r{_name}__", f"__{_name}__", True)
 for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
@@ -837,7 +806,8 @@ class TestsLink(Link):
 
     def __init__(self, sock, cap, plain):
         super().__init__(sock, cap, MAX_NODES)
-        self.plain, self.proxies, self.classes, self.functions, self.memory, self.failed = plain, {}, {}, [], False, None
+        self.plain, self.memory, self.failed = plain, False, None
+        self.proxies, self.classes, self.functions = {}, {}, []
 
     def ask(self, verb, *values):
         value = super().ask(verb, *values)
@@ -920,7 +890,9 @@ class TestsLink(Link):
             raise
 
     def describe(self, error):
-        return [self.refer(type(error)), {"t": [str(error)]}, ""] if isinstance(error, Exception) else super().describe(error)
+        if isinstance(error, Exception):
+            return [self.refer(type(error)), {"t": [str(error)]}, ""]
+        return super().describe(error)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -988,35 +960,32 @@ def serve_role(channel, link, job):
 
 
 def tests_role(channel, link, job):
-    """Hidden tests and unittest, no candidate code: one line of JSON for each test as it ends, then the number that ran."""
+    """Hidden tests and unittest, no candidate code: a line of JSON for each test as it ends, then how many ran."""
     def line(*message):
         channel.sendall(json.dumps(message).encode() + b"\n")
 
     class Report(unittest.TestResult):
         def addSuccess(self, test):
-            line(test.id(), True, "")
+            line(test.id(), True, "", "")
 
-        def not_passed(self, test, what, text=""):
-            line(test.id(), False, what, text[-1500:])
+        def failed(self, test, error):
+            what = "failed" if issubclass(error[0], AssertionError) else f"raised {error[0].__name__}"
+            line(test.id(), False, what, "".join(traceback.format_exception_only(*error[:2]))[-1500:])
 
-        def addFailure(self, test, error):
-            self.not_passed(test, "failed", "".join(traceback.format_exception_only(*error[:2])))
-
-        def addError(self, test, error):
-            self.not_passed(test, f"raised {error[0].__name__}", "".join(traceback.format_exception_only(*error[:2])))
+        addFailure = addError = failed
 
         def addSubTest(self, test, subtest, error):
             if error:
-                self.not_passed(test, "failed", "".join(traceback.format_exception_only(*error[:2])))
+                self.failed(test, error)
 
-        def addSkip(self, test, reason):
-            self.not_passed(test, "was skipped")
+        def addSkip(self, test, reason):  # neither this nor the next two is a pass
+            line(test.id(), False, "was skipped", "")
 
         def addExpectedFailure(self, test, error):
-            self.not_passed(test, "failed as expected")
+            line(test.id(), False, "failed, as it expects", "")
 
         def addUnexpectedSuccess(self, test):
-            self.not_passed(test, "passed unexpectedly")
+            line(test.id(), False, "passed where it expects to fail", "")
 
     far = TestsLink(link, job["cap"], job["plain"])
     try:
@@ -1039,9 +1008,10 @@ def tests_role(channel, link, job):
     sys.modules[job["module"]] = module
     try:
         # `import *` must not replace what the tests rest on: built-ins, modules, and the names of their other imports
-        taken = {a.asname or a.name for node in ast.walk(ast.parse(job["tests"])) if isinstance(node, (ast.Import, ast.ImportFrom))
-                 if getattr(node, "module", None) != job["module"] for a in node.names}
-        module.__dict__["__all__"] = [n for n in names if n.isidentifier() and not hasattr(builtins, n) and n not in taken]
+        taken = {alias.asname or alias.name for node in ast.walk(ast.parse(job["tests"]))
+                 if isinstance(node, (ast.Import, ast.ImportFrom)) and getattr(node, "module", None) != job["module"]
+                 for alias in node.names} | set(dir(builtins))
+        module.__dict__["__all__"] = [name for name in names if name.isidentifier() and name not in taken]
         for name, source in job["helpers"].items():
             load(source, name.removesuffix(".py"))
         suite = unittest.defaultTestLoader.loadTestsFromModule(load(job["tests"], "hidden_tests"))
@@ -1078,7 +1048,7 @@ ROLES = {"call": call_role, "serve": serve_role, "tests": tests_role, "run": run
 
 
 def forked_main(linked):
-    """Descriptors: 0 stdin, 1 and 2 output, 3 the channel to the parent, 4 the link between tests and candidate if any."""
+    """Descriptors: 0 stdin, 1 and 2 output, 3 the channel to the parent, 4 the link of tests and candidate if any."""
     code = 1
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=3)
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=4) if linked else None
@@ -1097,7 +1067,7 @@ def forked_main(linked):
 # The server
 
 class Server:
-    """Forks one program at a time for the parent at the other end of `control`. Sees limits and descriptors, no content."""
+    """Forks one program at a time for the parent, at the other end of `control`. Sees limits and descriptors only."""
 
     def __init__(self, control, tier):
         self.control, self.tier = control, tier
@@ -1114,7 +1084,7 @@ class Server:
             self.enter_namespaces()
         else:
             self.rules = landlock_rules()
-            # As root, candidates get an id of nobody's, if that can read the standard library (a Python under /root: not).
+            # As root, candidates get a spare id, if that can read the standard library (not so for a Python in /root).
             folder, public = os.path.realpath(sysconfig.get_path("stdlib")), True
             while folder != "/":
                 public = public and bool(os.stat(folder).st_mode & 1)
@@ -1140,8 +1110,8 @@ class Server:
             map_ids(self.proc, uid, gid)
             socket.sethostname("sandbox")
             build_root()
-        # From here on this process only waits. Its child is the first of a pid namespace: the kernel kills all in it when
-        # that one ends.
+        # From here on this process only waits. Its child is the first of a pid namespace: when that one ends, the
+        # kernel kills all in it.
         child = os.fork()
         if child:
             self.control.close()
@@ -1285,13 +1255,16 @@ class Server:
         high = [os.dup2(fd, 200 + i) for i, fd in enumerate(order)]
         for i, fd in enumerate(high):
             os.dup2(fd, i)
-        os.closerange(len(high), 4096) if self.tier == "unsafe" else call("close_range", NEWER[0], len(high), 0xFFFFFFFF, 0)
+        if self.tier == "unsafe":
+            os.closerange(len(high), 4096)
+        else:
+            call("close_range", NEWER[0], len(high), 0xFFFFFFFF, 0)
         mib = 1 << 20
         for name, value in (("AS", limits["memory_mb"] * mib), ("CPU", math.ceil(limits["cpu_s"]) + 1), ("CORE", 0),
                             ("FSIZE", limits["fsize_mb"] * mib), ("NOFILE", limits["nofile"]), ("MEMLOCK", 0),
                             ("MSGQUEUE", 0), ("SIGPENDING", 64), ("NPROC", limits["threads"] + 1)):
             if name == "NPROC" and self.tier != "ns" or name == "AS" and sys.platform != "linux":
-                continue  # NPROC counts all of the user's processes: the server counts threads instead. macOS refuses AS.
+                continue  # NPROC counts all of the user's processes: the server counts threads. macOS refuses AS.
             if hasattr(resource, f"RLIMIT_{name}"):
                 number = getattr(resource, f"RLIMIT_{name}")
                 most = resource.getrlimit(number)[1]
@@ -1331,7 +1304,8 @@ class Server:
                     return ""
                 if any(self.cpu(pid) > limits["cpu_s"] for pid, _ in children):
                     return "cpu"
-                if self.tier == "landlock" and any(self.threads(outside) > limits["threads"] + 1 for _, outside in children):
+                most = limits["threads"] + 1
+                if self.tier == "landlock" and any(self.threads(outside) > most for _, outside in children):
                     return "threads"
         finally:
             if handle is not None:
@@ -1369,14 +1343,15 @@ def describe_step(error):
     return f"{type(error).__name__}: {error}"
 
 
-# What solutions use, so that each fork has it. asyncio, and unittest.mock which imports it, are left out: their memory would
-# slow every fork.
-PRELOAD = """abc bisect collections collections.abc contextlib copy dataclasses datetime decimal enum fractions functools
-heapq io itertools json math numbers operator random re string struct textwrap threading time types typing unittest""".split()
+# What solutions use, so that each fork has it. asyncio, and unittest.mock which imports it, are left out: their memory
+# would slow every fork.
+PRELOAD = """
+abc bisect collections collections.abc contextlib copy dataclasses datetime decimal enum fractions functools heapq io
+itertools json math numbers operator random re string struct textwrap threading time types typing unittest""".split()
 
 
 def warm_up():
-    """Runs what every fork will run, so that caches and specialised bytecode are there and a fork need not write to their pages."""
+    """Runs what every fork will run: with caches and specialised bytecode in place, a fork writes to fewer pages."""
     ours, theirs = socket.socketpair()
     job = {"role": "call", "source": "def f(a, b):\n    return [a, b]\n", "entry": None, "calls": [[1, 2]] * 4}
     for _ in range(20):
@@ -1395,14 +1370,15 @@ def server_main(fd, tier):
         for name in PRELOAD:
             __import__(name)
         builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D")  # which -S leaves out
-        libc.mallopt(-8, 1) if sys.platform == "linux" else None  # one arena: each costs 64 MiB of address space a thread
+        if sys.platform == "linux":
+            libc.mallopt(-8, 1)  # one arena: each thread's own would take 64 MiB of address space
         warm_up()
         server = Server(control, tier)
     except Exception as error:  # reported, and the server ends
         control.sendall(json.dumps({"failed": describe_step(error)}).encode() + b"\n")
         return
-    # Descriptors 0 to 2 are other files in every fork, the objects the same. 1 means line by line: a killed program leaves
-    # its output.
+    # Descriptors 0 to 2 are other files in every fork, the objects the same. 1 means line by line: a killed program
+    # leaves its output.
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)
     sys.stdout = sys.__stdout__ = open(1, "w", 1, "utf-8", closefd=False)
     sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
@@ -1475,11 +1451,13 @@ class Worker:
         ours, theirs = socket.socketpair()
         # Nothing of the parent's: keys and tokens live there. Symbols are bound at the start, not once in every fork.
         environment = {"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"}
-        command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", os.path.abspath(__file__), "--server", str(theirs.fileno()), self.tier]
+        command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", os.path.abspath(__file__), "--server",
+                   str(theirs.fileno()), self.tier]
         try:
             self.control, self.rest = ours, b""
-            self.process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, cwd="/")
+            null = subprocess.DEVNULL
+            self.process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=null,
+                                            stdout=null, stderr=null, start_new_session=True, cwd="/")
             theirs.close()
             reply = self.reply(time.monotonic() + 30)
             if reply != {"ready": True}:
@@ -1500,7 +1478,8 @@ class Worker:
         listener = socket.create_server(("127.0.0.1", 0))
         try:
             port = listener.getsockname()[1]
-            job = {"role": "call", "source": PROBE, "entry": "probe", "calls": [encode([os.path.abspath(__file__), port, 512])]}
+            calls = [encode([os.path.abspath(__file__), port, 512])]
+            job = {"role": "call", "source": PROBE, "entry": "probe", "calls": calls}
             reply, (channel,), output = self.run([job], Limits(wall_s=20, cpu_s=10), b"")
         finally:
             listener.close()
@@ -1508,7 +1487,8 @@ class Worker:
             lines = [read_json(line) for line in bytes(channel.head).splitlines()]
             breaches = decode(lines[0][1])
         except (ValueError, IndexError, TypeError):
-            breaches = [f"the probe gave no answer ({bytes(channel.head)[:200]!r}, {output.text()[-200:]!r}, {reply['ended']})"]
+            breaches = [f"the probe gave no answer, status {reply['ended'][0][0]}: {bytes(channel.head)[:200]!r} "
+                        f"{output.text()[-200:]!r}"]
         if len(lines) != 1 or breaches:
             raise SandboxUnavailable(f"tier {self.tier}: self-test: {', '.join(map(str, breaches))}")
 
@@ -1552,9 +1532,9 @@ class Worker:
                         data = self.control.recv(65536)
                     except OSError:
                         data = b""
-                    if not data or len(self.rest) > 65536:
-                        raise ServerFault("the server is gone" if not data else "the server sent garbage")
                     self.rest += data
+                    if not data or len(self.rest) > 65536:
+                        raise ServerFault("the server sent garbage" if data else "the server is gone")
                     continue
                 stream = by_fd[fd]
                 if event & select.POLLOUT:
@@ -1576,8 +1556,8 @@ class Worker:
 
     def run(self, jobs, limits, stdin):
         """
-        jobs: one message for each process, the candidate's first. (reply of the server, channel of each, the candidate's output).
-        The caller restarts the server after a ServerFault.
+        jobs: one message for each process, the candidate's first. Returns the server's reply, the channel of each, and
+        the candidate's output. The caller restarts the server after a ServerFault.
         """
         mine, given, streams = [], [], []
         half = limits.output_kb * 1024 // 2
@@ -1656,7 +1636,8 @@ def probe(canary, port, memory_mb):
         if os.fork() == 0: os._exit(0)
     def execute(): os.execv("/bin/true", ["true"])
     def write_outside():
-        for folder in ("/", "/usr/lib", "/dev", "/var/tmp", "/home", os.path.dirname(canary), os.path.dirname(os.__file__)):
+        here = os.path.dirname(canary), os.path.dirname(os.__file__)
+        for folder in ("/", "/usr/lib", "/dev", "/var/tmp", "/home", *here):
             try: open(folder + "/sandbox-probe", "w").close()
             except OSError: continue
             os.unlink(folder + "/sandbox-probe")
@@ -1672,7 +1653,8 @@ def probe(canary, port, memory_mb):
         if libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, b"") == 0: return
         raise OSError(ctypes.get_errno(), "held")
     breaches = []
-    for attempt in (read_canary, connect, make_socket, fork, execute, write_outside, exceed_memory, signal_parent, namespaces, mount):
+    for attempt in (read_canary, connect, make_socket, fork, execute, write_outside, exceed_memory, signal_parent,
+                    namespaces, mount):
         try:
             attempt()
             breaches.append(attempt.__name__)
@@ -1686,7 +1668,8 @@ def candidate_module(tests, helpers):
     """The first module that the tests import and that is neither of the standard library nor a helper."""
     own = {name.removesuffix(".py") for name in helpers}
     for node in ast.walk(ast.parse(tests)):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
+        imported = isinstance(node, ast.Import)
+        names = [alias.name for alias in node.names] if imported else [getattr(node, "module", None)]
         for name in names:
             if name and name.split(".")[0] not in sys.stdlib_module_names and name not in own:
                 return name
@@ -1721,8 +1704,8 @@ class Sandbox:
             except SandboxUnavailable as error:
                 problems.append(str(error))
         else:
-            raise SandboxUnavailable("; ".join(problems) + ". Nothing was run. --unsafe-sandbox (unsafe=True) runs programs with "
-                                     "rlimits only: they can read your files and use the network.")
+            raise SandboxUnavailable("; ".join(problems) + ". Nothing was run. --unsafe-sandbox (unsafe=True) runs "
+                                     "programs with rlimits only: they can read your files and use the network.")
         self.tier, self.problems = name, problems
         self.workers = [first] + [Worker(name) for _ in range(workers - 1)]  # the others start when they are needed
         for worker in reversed(self.workers):
@@ -1757,34 +1740,22 @@ class Sandbox:
                     worker.kill()
                     self.faults += 1
                     if attempt == 2 or self.interrupted:
-                        raise SandboxUnavailable(f"tier {self.tier}: the server failed twice over one program: {fault}") from None
+                        raise SandboxUnavailable(f"tier {self.tier}: a server failed twice over one program: "
+                                                 f"{fault}") from None
         except BaseException:
             worker.kill()  # in the middle of a program: its state is unknown
             raise
         finally:
             self.idle.put(worker)
 
-    def judge(self, code, tests, entry=None, module=None, expect_tests=None, helpers=None, limits=None, plain=False, detail=False):
-        """
-        tests        a list of ([args], expected), expected plain data, Raises or Approx; or the source of a unittest module
-        entry        function task: the function to call (default: the last one that `code` defines at top level)
-        module       unittest: the name under which the tests import the candidate (default: read off their imports)
-        expect_tests unittest: how many tests must pass (default: as many as ran, at least one)
-        helpers      unittest: {file name: source} of trusted modules beside the tests
-        plain        unittest: what a call returns must be plain data. Set it wherever the reference passes with it
-        detail       put got and wanted values in the message: for tests that the writer of the code may see
-        """
-        result, starved = self._judge(code, tests, entry, module, expect_tests, helpers, limits, plain, detail)
-        if starved:
-            self.retries += 1
-            result, _ = self._judge(code, tests, entry, module, expect_tests, helpers, limits, plain, detail)
-        return result
+    def judge(self, code, tests, **options):
+        """Result of a program. tests and options: see judge_once."""
+        return self.judge_many([{"code": code, "tests": tests, **options}], threads=0)[0]
 
-    def judge_many(self, jobs):
+    def judge_many(self, jobs, threads=None):
         """judge(**job) for every job, over all workers. Results in order."""
         jobs = list(jobs)
-        results, errors, todo = [None] * len(jobs), [], iter(range(len(jobs)))
-        lock, starved, order = threading.Lock(), [], ("code", "tests", "entry", "module", "expect_tests", "helpers", "limits")
+        results, errors, starved, todo, lock = [None] * len(jobs), [], [], iter(range(len(jobs))), threading.Lock()
 
         def work():
             while not errors:
@@ -1793,29 +1764,29 @@ class Sandbox:
                 if i is None:
                     return
                 try:
-                    job = dict(jobs[i])
-                    arguments = [job.pop(name, None) for name in order] + [job.pop("plain", False), job.pop("detail", False)]
-                    if job:
-                        raise TypeError(f"job {i} has unknown keys {sorted(job)}")
-                    results[i], again = self._judge(*arguments)
-                    if again:
-                        starved.append(i)
+                    results[i], again = self.judge_once(**jobs[i])
                 except BaseException as error:  # raised in the caller's thread
                     errors.append(error)
+                    return
+                if again:
+                    starved.append(i)
 
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(len(self.workers), len(jobs)))]
+        count = min(len(self.workers), len(jobs)) if threads is None else threads
+        pool = [threading.Thread(target=work, daemon=True) for _ in range(count)]
         try:
-            for thread in threads:
+            for thread in pool:
                 thread.start()
-            for thread in threads:
+            for thread in pool:
                 thread.join()
+            if not pool:
+                work()
         except BaseException as error:  # Ctrl-C: no verdict is made of what is half done
             errors.append(error)
             self.interrupted = True
             for worker in self.workers:
                 if worker.process is not None:
                     worker.process.kill()
-            for thread in threads:
+            for thread in pool:
                 if thread.ident:
                     thread.join()
             self.interrupted = False
@@ -1824,27 +1795,38 @@ class Sandbox:
             raise errors[0]
         for i in starved:  # again, now that the machine is idle
             self.retries += 1
-            results[i] = self._judge(**{"entry": None, "module": None, "expect_tests": None, "helpers": None, "limits": None,
-                                        "plain": False, "detail": False} | jobs[i])[0]
+            results[i], _ = self.judge_once(**jobs[i])
         return results
 
     def run(self, code, stdin="", limits=None):
-        """Runs a program. status is "pass" when it ended by itself with exit code 0; output is cut in the middle if long. No verdict."""
+        """Runs a program, without a verdict: "pass" when it ended with exit code 0. Long output loses its middle."""
         limits = limits or self.limits
         if len(code.encode("utf-8", "surrogatepass")) > limits.source_kb * 1024:
             return Result("error", message=f"source is over {limits.source_kb} KiB", tier=self.tier)
-        reply, (channel,), output = self.execute([{"role": "run", "source": code}], limits, stdin.encode("utf-8", "surrogatepass"))
+        job = {"role": "run", "source": code}
+        reply, (channel,), output = self.execute([job], limits, stdin.encode("utf-8", "surrogatepass"))
         status, message = self.verdict_of_end(reply, channel, output, limits, run=True)
         if not status:
-            status, message = ("pass", "") if reply["ended"][0][0] == 0 else ("error", f"exit status {reply['ended'][0][0]}")
+            exit_code = reply["ended"][0][0]
+            status, message = ("pass", "") if exit_code == 0 else ("error", f"exit status {exit_code}")
             if status == "error" and b'"MemoryError"' in channel.head:
                 status, message = "memory", "ran out of memory"
         return self.result(status, (), message, reply, output)
 
     # -- verdicts ------------------------------------------------------------------------------------------------------
 
-    def _judge(self, code, tests, entry, module, expect_tests, helpers, limits, plain, detail):
-        """(Result, whether a timeout was the machine's fault)."""
+    def judge_once(self, code, tests, entry=None, module=None, expect_tests=None, helpers=None, limits=None,
+                   plain=False, detail=False):
+        """
+        tests        a list of ([args], expected), expected plain data, Raises or Approx; or source of a unittest module
+        entry        function task: the function to call (default: the last one that `code` defines at top level)
+        module       unittest: the name under which the tests import the candidate (default: read off their imports)
+        expect_tests unittest: how many tests must pass (default: as many as ran, at least one)
+        helpers      unittest: {file name: source} of trusted modules beside the tests
+        plain        unittest: what a call returns must be plain data. Set it wherever the reference passes with it
+        detail       put got and wanted values in the message: for tests that the writer of the code may see
+        Returns (Result, whether it is a timeout that the machine is to blame for: judge tries those once more).
+        """
         if not isinstance(code, str):
             raise TypeError(f"code is {type(code).__name__}, want str")
         limits = limits or (self.module_limits if isinstance(tests, str) else self.limits)
@@ -1854,7 +1836,8 @@ class Sandbox:
             helpers = helpers or {}
             module = module or candidate_module(tests, helpers)
             jobs = [{"role": "serve", "source": code, "module": module},
-                    {"role": "tests", "tests": tests, "helpers": helpers, "module": module, "plain": plain, "cap": limits.result_kb * 1024}]
+                    {"role": "tests", "tests": tests, "helpers": helpers, "module": module, "plain": plain,
+                     "cap": limits.result_kb * 1024}]
             reply, channels, output = self.execute(jobs, limits)
             result = self.module_verdict(reply, channels, output, limits, expect_tests, detail)
         else:
@@ -1873,7 +1856,8 @@ class Sandbox:
 
     def result(self, status, per_test, message, reply, output):
         code, cpu, rss = reply["ended"][0]
-        message = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in message[:500])  # half of it may be the candidate's
+        # half of the message may be the candidate's
+        message = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in message[:500])
         return Result(status, tuple(per_test), message, output.text(), cpu, reply["wall"], rss, self.tier)
 
     def verdict_of_end(self, reply, channel, output, limits, run=False):
@@ -1933,7 +1917,8 @@ class Sandbox:
             elif memory and not all(passed):
                 status, message = "memory", "ran out of memory"
             elif len(passed) < len(wants):
-                status, message = "protocol" if code == 0 else "error", f"ended with status {code} after {len(passed)} of {len(wants)} results"
+                status = "protocol" if code == 0 else "error"
+                message = f"ended with status {code} after {len(passed)} of {len(wants)} results"
             elif code != 0:
                 status, message = "error", f"ended with status {code}"
             else:
@@ -1944,22 +1929,21 @@ class Sandbox:
     @staticmethod
     def right(names, got, want):
         if names is not None:  # an exception matches only a test that expects it
-            return (isinstance(want, Raises) and want.name in names and not {"SystemExit", "KeyboardInterrupt", "GeneratorExit"} & set(names)
-                    and (want.text is None or want.text[:200] == got))
+            return (isinstance(want, Raises) and want.name in names and (want.text is None or want.text[:200] == got)
+                    and not {"SystemExit", "KeyboardInterrupt", "GeneratorExit"} & set(names))
         if isinstance(want, Raises):
             return False
         try:
             return same(got, want)
         except (ArithmeticError, ValueError, TypeError, RecursionError):
-            return False  # a value that cannot be compared (a signalling NaN, an integer beyond any float) is not the wanted one
+            return False  # what cannot be compared (a signalling NaN, an integer beyond any float) is not wanted
 
     def module_verdict(self, reply, channels, output, limits, expect_tests, detail):
         status, message = self.verdict_of_end(reply, channels[0], output, limits)
-        outcomes, done, loaded = {}, None, True
+        outcomes, done = {}, None
         for line in bytes(channels[1].head).split(b"\n")[:-1]:
             name, *body = read_json(line)
             if name == "load":
-                loaded = False
                 if not status:
                     status = "memory" if "MemoryError" in body[0] else "error"
                     message = f"the program did not load: {body[0][0]}: {body[1]}"
@@ -1969,13 +1953,13 @@ class Sandbox:
                 right = body[0] and outcomes.get(name, True)
                 outcomes[name] = right
                 if not right and not message:
-                    message = f"{name.removeprefix('hidden_tests.')} {body[1]}" + (f": {body[2]}" if detail and len(body) > 2 else "")
+                    message = f"{name.removeprefix('hidden_tests.')} {body[1]}" + (f": {body[2]}" if detail else "")
         per_test = list(outcomes.values())
         wanted = len(per_test) if expect_tests is None else expect_tests
         if not status:
             code = reply["ended"][0][0]
             if done is None:
-                status, message = "error", f"the tests ended early (status {reply['ended'][1][0]}, the program's {code})"
+                status, message = "error", f"the tests ended early ({reply['ended'][1][0]}, the program {code})"
             elif done[1] and not all(per_test):
                 status, message = "memory", "ran out of memory"
             elif per_test and all(per_test) and len(per_test) == done[0] == wanted:
@@ -2029,8 +2013,9 @@ def fresh_rate(workers=2, seconds=2.0):
     return sum(counts) / (time.monotonic() - started)
 
 
-HOLDS = """holds:     one process without fork, exec, sockets, signals to others or new namespaces; wall, CPU, memory, threads,
-           descriptors, files, output and results bounded; reads the standard library only; never holds an expected value
+HOLDS = """holds:     one process without fork, exec, sockets, signals to others or new namespaces; wall, CPU, memory,
+           threads, descriptors, files, output and results bounded; reads the standard library and shared libraries
+           only; never holds an expected value
 holds not: kernel bugs, timing side channels{more}; put a container or gVisor around code from strangers"""
 
 
@@ -2052,8 +2037,9 @@ def main(argv=None):
                 try:
                     with Sandbox(workers=2, tier=tier) as box:
                         speed = rate(box)
-                        more = "; stat of host paths and names in site-packages stay visible" if tier == "landlock" else ""
-                        print(f"\ntier {tier}: {speed:.0f} programs/s, {speed / fresh:.1f} times as many\n{HOLDS.format(more=more)}")
+                        more = "; stat of host paths and names in site-packages stay visible" * (tier == "landlock")
+                        print(f"\ntier {tier}: {speed:.0f} programs/s, {speed / fresh:.1f} times as many")
+                        print(HOLDS.format(more=more))
                 except SandboxUnavailable as error:
                     print(f"\ntier {tier}: not available. {error}")
             return 0
@@ -2070,7 +2056,8 @@ def main(argv=None):
                 result = box.judge(code, tests, entry=args.entry, detail=True)
             except (ValueError, SyntaxError) as error:
                 parser.error(f"{args.tests}: {error}")
-        print(f"{result.status} ({sum(result.per_test)} of {len(result.per_test)} tests, tier {result.tier}) {result.message}".rstrip())
+        print(f"{result.status} ({sum(result.per_test)} of {len(result.per_test)} tests, tier {result.tier}) "
+              f"{result.message}".rstrip())
         return 0 if result.passed else 1
     except SandboxUnavailable as error:
         print(f"sandbox.py: {error}", file=sys.stderr)
