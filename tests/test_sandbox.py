@@ -39,6 +39,10 @@ class AddTest(unittest.TestCase):
 """
 
 
+# Tests that differ little between the tiers: the default run has one of them.
+mostly_ns = pytest.mark.parametrize("box", ["ns", pytest.param("landlock", marks=pytest.mark.slow)], indirect=True)
+
+
 @pytest.fixture(scope="module", params=["ns", "landlock"])
 def box(request):
     with Sandbox(workers=2, tier=request.param) as box:
@@ -180,6 +184,7 @@ def test_messages_hold_no_test_data_unless_asked(box):
     assert len(result.message) <= 500 and result.message.encode() and "\x1b" not in result.message
 
 
+@mostly_ns
 def test_entry_and_arguments(box):
     code = "def g(x):\n    return 2 * x\ndef f(x):\n    return g(x)\nasync def h(): pass\ndef last(x):\n    return 3 * x\nclass C:\n    def m(self): pass\n"
     assert box.judge(code, [([4], 12)]).passed and box.judge(code, [([4], 8)], entry="g").passed
@@ -371,6 +376,7 @@ def test_plain_refuses_objects(box):
 # run
 
 
+@mostly_ns
 def test_run(box):
     result = box.run("name = input()\nprint('hi', name)\nprint(__name__)", stdin="B\u00e9a\n")
     assert (result.status, result.output, result.per_test) == ("pass", "hi B\u00e9a\n__main__\n", ())
@@ -833,6 +839,7 @@ def test_seccomp_program(machine, monkeypatch):
 # Faults
 
 
+@mostly_ns
 def test_killed_server_gives_no_verdict_of_its_own(box):
     worker = box.workers[0]
     for target in ("keeper", "server"):
@@ -850,6 +857,7 @@ def test_killed_server_gives_no_verdict_of_its_own(box):
             assert not any(os.path.exists(f"/proc/{p}") and parent_of(p) == os.getpid() for p in tree)
 
 
+@mostly_ns
 def test_server_that_keeps_dying_is_an_error(box):
     with Sandbox(workers=1, tier=box.tier) as own:
         stop = threading.Event()
@@ -924,6 +932,7 @@ def test_descriptors_closed_or_flooded(box, code):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@mostly_ns
 def test_many_threads_at_once(box):
     results, lock = [], threading.Lock()
 
@@ -963,6 +972,7 @@ def run_script(body, *prefix, **more):
     )
 
 
+@mostly_ns
 def test_interrupt_in_the_middle(box):
     for call in ("box.judge(SLEEP, [([], 1)])", "box.judge_many([dict(code=SLEEP, tests=[([], 1)])] * 6)"):
         done = run_script(f"""
@@ -1054,6 +1064,7 @@ def test_a_fork_of_the_trainer_does_no_harm(box):
     assert box.judge(ADD, SUM).passed
 
 
+@mostly_ns
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_full_tmp(box):
     done = run_script(f"""
@@ -1336,10 +1347,13 @@ def test_rate_of_whole_exercism_suites(box):
         jobs.append(
             dict(code="\n".join(row["reference_files"].values()), tests=row["test_files"][name], helpers=helpers)
         )
+    fresh = sandbox.fresh_rate(seconds=1)
     started = time.monotonic()
     results = box.judge_many(jobs)
     rate = len(jobs) / (time.monotonic() - started)
-    assert sum(r.passed for r in results) >= 134 and rate >= 15, rate
+    fresh = min(fresh, sandbox.fresh_rate(seconds=1))
+    assert sum(r.passed for r in results) >= 134
+    assert rate >= min(15, 0.6 * fresh), (rate, fresh)  # a machine that starts under 25 interpreters a second is busy
 
 
 @pytest.mark.slow
