@@ -204,10 +204,11 @@ def report(results, codes, seconds):
 def small(tmp_path_factory):
     """A model folder, a tasks folder, a textbook and a text of a few rows."""
     import helpers
+    from conftest import train_guesser
     folder = tmp_path_factory.mktemp("small")
-    helpers.tiny_folder(folder / "model")
+    train_guesser(folder / "model")
     (folder / "tasks").mkdir()
-    rows = [helpers.problem(i, f"{i}?", i) for i in range(8)]
+    rows = [helpers.problem(i, f"{i}?", 1 + i % 2) for i in range(8)]
     for split in ("train", "heldout-same", "heldout-different"):
         helpers.write_rows(folder / "tasks" / f"{split}.jsonl", rows)
     helpers.write_rows(folder / "sft.jsonl", [
@@ -216,6 +217,8 @@ def small(tmp_path_factory):
     return folder
 
 
+SMALL = {"--max-steps": 2, "--prompts-per-step": 2, "--num-generations": 4, "--max-new": 24, "--lr": "1e-3",
+         "--limit": 2, "--eval-n": 2}
 ARM_NEEDS = {"grpo_length_penalty": ["--lam", 0.5]}
 
 
@@ -240,13 +243,17 @@ def test_every_script_and_arm_runs(name, arm, small, tmp_path):
     import common
     # one arm of a script in a process of its own; the others by the quick way, which starts the same code
     first = arm in (None, next(iter(getattr(importlib.import_module(name), "ARMS", [None]))))
-    flags = {"pretrain": ["--data", small / "text.jsonl", "--tokenizer", small / "model", "--valid-rows", 4,
-                          "--hidden", 16, "--layers", 1, "--heads", 2, "--kv-heads", 1, "--ffn", 16,
-                          "--batch-tokens", 40, "--max-steps", 2],
-             "train_sft": ["--data", small / "sft.jsonl", "--rows-per-step", 4, *task_flags(small)],
-             "train_grpo": ["--arm", arm, "--prompts-per-step", 2, "--num-generations", 2, *task_flags(small)]}[name]
-    got = (run_script if first else run)(f"{name}.py", *flags, *ARM_NEEDS.get(arm, []), "--output-dir", tmp_path / "run",
-                                             "--labbook", tmp_path / "labbook.md")
+    own = {"pretrain": ["--data", small / "text.jsonl", "--tokenizer", small / "model", "--valid-rows", 4,
+                        "--hidden", 16, "--layers", 1, "--heads", 2, "--kv-heads", 1, "--ffn", 16,
+                        "--batch-tokens", 40],
+           "train_sft": ["--data", small / "sft.jsonl", "--rows-per-step", 4]}.get(name, [])
+    known = flags_of(name)
+    flags = [x for flag, value in SMALL.items() if flag in known and flag not in own for x in (flag, value)]
+    if name != "pretrain":
+        flags += ["--model", small / "model", "--tasks-dir", small / "tasks"]
+    flags += [*own, *(["--arm", arm] if arm else []), *ARM_NEEDS.get(arm, [])]
+    got = (run_script if first else run)(f"{name}.py", *flags, "--output-dir", tmp_path / "run", "--labbook",
+                                         tmp_path / "labbook.md")
     assert got.returncode == 0, got.stderr
     assert str(tmp_path / "run") in got.stdout.splitlines()[-1]
     records, problems = common.read_labbook(tmp_path / "labbook.md")
@@ -439,7 +446,8 @@ def test_places_that_cannot_be_written(small, tmp_path):
 # Defaults that differ between scripts on purpose: pretraining and SFT run to a planned end, an evaluation is asked for
 DIFFER = {"--lr": "a new model learns faster", "--warmup": "as --lr", "--schedule": "decay to a planned end",
           "--max-steps": "SFT counts --epochs", "--labbook": "an evaluation is recorded when asked",
-          "--data": "other rows", "--seed": "an evaluation trains nothing"}
+          "--data": "other rows", "--seed": "an evaluation trains nothing", "--arm": "each script has its own",
+          "--keep": "eval_passk.py keeps problems, a run keeps checkpoints", "--output-dir": "report.py makes no run"}
 
 
 def flags_of(name):
