@@ -133,8 +133,8 @@ def get_args(argv=None):
     for flag, arms in ARM_FLAGS.items():
         if getattr(args, flag) is not None and args.arm not in arms:
             p.error(f"--{flag} is read by --arm {' and '.join(arms)}, not by {args.arm}")
-        if getattr(args, flag) is None and args.arm in arms:
-            p.error(f"--arm {args.arm} needs --{flag}, for example --{flag} 0.5")
+    if args.lam is None and args.arm in ARM_FLAGS["lam"]:
+        p.error(f"--arm {args.arm} needs --lam, for example --lam 0.5")
     if args.lam is not None and args.lam >= 1:
         p.error(f"--lam {args.lam:g} must stay under 1 (0.5 works): from 1 on, a long right answer can score below a "
                 f"wrong one, and the policy learns to guess short")
@@ -213,7 +213,8 @@ if __name__ == "__main__":
     common.fail_in_one_line()
     args = get_args()
     make_reward, advantage, arm_norm = ARMS[args.arm]
-    norm, lr = args.loss_norm or arm_norm, 3e-5 if args.lr is None else args.lr
+    norm, beta = args.loss_norm or arm_norm, args.beta or 0.0
+    lr = 3e-5 if args.lr is None else args.lr
     run = common.Run(args, args.arm)
 
     device = common.pick_device(args.device)
@@ -229,15 +230,16 @@ if __name__ == "__main__":
     for t, split in held_out:   # a malformed row is refused now, not at the evaluation after hours
         t.load(split)
     room = model.config.max_position_embeddings - args.max_new
-    fits = [row for row in problems if len(common.encode_prompt(tokenizer, row["prompt"])) <= room]
+    sizes = [len(common.encode_prompt(tokenizer, row["prompt"])) for row in problems]
+    fits = [row for row, size in zip(problems, sizes) if size <= room]
     if not fits:
         raise UserError(f"{source}: with --max-new {args.max_new} no problem fits the context of "
                         f"{model.config.max_position_embeddings} tokens")
     optimizer = common.make_optimizer(model, lr, optim=args.optim, seed=args.seed)
-    start = copy.deepcopy(model).requires_grad_(False) if args.beta or args.eval_kl else None
-    exact = args.beta and args.kl_estimator == "exact"
+    start = copy.deepcopy(model).requires_grad_(False) if beta or args.eval_kl else None
+    exact = beta > 0 and args.kl_estimator == "exact"
     engine = Engine(model, tokenizer, slots=args.slots)
-    longest = max(len(common.encode_prompt(tokenizer, row["prompt"])) for row in fits) + args.max_new
+    longest = max(size for size in sizes if size <= room) + args.max_new
     common.check_room(run, model, longest, args.prompts_per_step * args.num_generations, args.slots)
     run.start(folder, [source] + [t.path(split) for t, split in held_out], device)
 
@@ -257,7 +259,8 @@ if __name__ == "__main__":
     rows_a_step = args.prompts_per_step * args.num_generations
     print(f"{run.folder}\n{model.num_params() / 1e6:.2f}M parameters on {common.device_name(device)}, products in "
           f"{str(model.compute_dtype)[6:]}, {common.OPTIMS[args.optim][0]}; {len(fits)} problems, "
-          f"{args.prompts_per_step} x {args.num_generations} = {rows_a_step} answers a step, lr {lr:g}, {norm} mean"
+          f"{args.prompts_per_step} x {args.num_generations} = {rows_a_step} answers a step, lr {lr:g}, "
+          f"{norm} mean"
           + (", one update a rollout: the ratio is 1 and the clip inert" if args.updates_per_rollout == 1 else ""))
     if len(fits) < len(problems):   # refused and counted, never cut: the end of a prompt is its question
         print(f"refused {len(problems) - len(fits)} of {len(problems)} problems: with --max-new {args.max_new} their "
@@ -283,15 +286,14 @@ if __name__ == "__main__":
         flat_adv = adv.flatten().to(device)                                     # (B,)
         weight = token_weights(norm, played.length.flatten(), args.max_new).to(device)
         # rows that cannot give a gradient are left out of the backward pass, not of the mean
-        rows = (torch.ones_like(adv) if args.beta and args.kl_everywhere else adv).flatten().nonzero()[:, 0].tolist()
+        rows = (torch.ones_like(adv) if beta and args.kl_everywhere else adv).flatten().nonzero()[:, 0].tolist()
         if step == first:
             b = rows[0] if rows else 0
             print(common.show_row(tokenizer, r.ids[b, :r.length[b]], r.mask[b, :r.length[b]]))
 
         # update: backward passes over as many rows as fit, then one optimizer step for all of them
-        again = args.updates_per_rollout > 1
-        logp_old = common.score(model, r, args.temperature)[0] if again else None            # (B, T - 1)
-        logp_ref = common.score(start, r, args.temperature)[0] if args.beta and not exact else None
+        logp_old = common.score(model, r, args.temperature)[0] if args.updates_per_rollout > 1 else None   # (B, T - 1)
+        logp_ref = common.score(start, r, args.temperature)[0] if beta and not exact else None
         for update in range(args.updates_per_rollout):
             answer_ratio = None
             if update and args.ratio == "answer":   # log of the geometric mean of the answer's token ratios, (B,)
