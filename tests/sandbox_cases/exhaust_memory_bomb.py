@@ -1,5 +1,5 @@
 # goal: a small packed text that unpacks to 320 MiB
-# limits: memory_mb=256 wall_s=4 cpu_s=2
+# limits: memory_mb=256 wall_s=2 cpu_s=1
 # expect: memory|error|fail|timeout
 import zlib
 
