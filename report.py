@@ -4,7 +4,7 @@ The lab book and the run folders as figures, tables, verdicts and one page. Read
     python report.py                                          every run under runs/ -> runs/report/report.html
     python report.py --runs runs/grpo-s0 runs/grpo-s1 runs/grpo-s2 --output-dir runs/reality
     python report.py --check                                  the chain of the lab book, lost runs, predictions
-    python report.py --register-margin "heldout-same: success if gain > max(spread, 2*se); weak if gain > 0; useless otherwise"
+    python report.py --register-margin "heldout-same: success if gain > max(spread, 2*se); useless otherwise"
 
 Runs that differ in the seed alone are one condition. Its gain is the mean over seeds after minus before, the same
 problems before and after. It counts when it exceeds the larger of
@@ -16,13 +16,13 @@ lenient one (the last number). Strict alone is "format". A gain that a control s
 lead and two seeds are a range. Seeds from 100 on are for tuning, and confirm nothing. The split that a task lists first
 is the family that was trained on ("inside"), the second the other family ("outside").
 
-A margin is one rule a family, `SPLIT: LEVEL if TEST; ...; LEVEL otherwise` with the levels success, weak, useless from
-best to worst and tests on gain, spread and se (numbers, + - *, max, min, and, or); `SPLIT: TEST` is short for success if
-TEST, useless otherwise. A rule that leaves a gain without a level is refused, and so is one younger than a result.
+A margin is one rule a family, `SPLIT: LEVEL if TEST; ...; LEVEL otherwise`, the levels success, weak, useless from best
+to worst, the tests on gain, spread and se (numbers, + - *, max, min, comparisons, and, or). `SPLIT: TEST` is short for
+success if TEST, useless otherwise. A rule that leaves a gain without a level is refused, and so is one that is younger
+than a run it would judge: it must stand in the lab book before that run's start.
 """
 import ast
 import base64
-import html
 import json
 import math
 import re
@@ -38,8 +38,8 @@ import common
 from common import ROOT, UserError
 
 # what tells two runs apart without being a setting of the experiment
-BOOKKEEPING = {"seed", "output_dir", "labbook", "notes", "resume", "curves", "predict", "wandb", "price_per_hour", "keep",
-               "save_every", "preset", "arm"}
+BOOKKEEPING = {"seed", "output_dir", "labbook", "notes", "resume", "curves", "predict", "wandb", "price_per_hour",
+               "keep", "save_every", "preset", "arm"}
 CONDITIONS = ("task", "split", "template_sha256", "n", "temperature", "limit", "extractor", "max_new", "seed")
 CONTROLS = ("random_reward", "permuted_reward", "format_only")
 TUNING = 100   # seeds from here on chose settings
@@ -116,7 +116,8 @@ def load_run(folder, said):
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         args, arm = config["args"], config["arm"]
-        run = Run(folder.name, folder, dict(args), str(arm), "", int(args["seed"]), config["model"] or {}, config["data"])
+        run = Run(folder.name, folder, dict(args), str(arm), "", int(args["seed"]), dict(config["model"] or {}),
+                  list(config["data"]))
     except FileNotFoundError:
         return said.append(f"{folder}: skipped, no config.json, so it is no run folder of these scripts")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
@@ -147,11 +148,10 @@ def load_all(paths, said):
         if not path.exists():
             said.append(f"{path}: skipped, there is nothing by that name")
         elif path.is_file():
-            try:
-                row = json.loads(path.read_text(encoding="utf-8"))
-                evals.append({"step": 0, **row} if all(k in row for k in ("pass_at", "problems", *CONDITIONS)) else 1 / 0)
-            except (OSError, ValueError, TypeError, ZeroDivisionError):
-                said.append(f"{path}: skipped, it is no JSON object of eval_passk.py")
+            rows = read_whole(path, ("pass_at", "problems", *CONDITIONS), said)
+            evals += [{"step": 0, **row} for row in rows[:1]]
+            if not rows:
+                said.append(f"{path}: skipped, it is no result of eval_passk.py --out")
         else:
             below = sorted(p.parent for p in path.glob("*/config.json"))
             folders = [path] if (path / "config.json").exists() or not below else below
@@ -200,7 +200,8 @@ class Study:
     outside: str | None
     splits: list
     base: dict                       # split -> the evaluation of the untrained model
-    lost: list = field(default_factory=list)
+    lost: list = field(default_factory=list)    # failed, unfinished and tuning runs
+    noise: list = field(default_factory=list)   # further evaluations of the untrained model, with other seeds
     name: str = ""
 
     def find(self, name):
@@ -243,7 +244,8 @@ VARIANTS = [("-", "o"), ("--", "s"), ("-.", "^"), (":", "v"), ((0, (5, 1, 1, 1, 
 def look_of(arm, variant):
     """An arm's colour is the same in every figure of every report; variants of an arm differ in line and marker."""
     colour, line, marker = LOOKS.get(arm) or (OTHERS[sum(map(ord, arm)) % len(OTHERS)], "-", "o")
-    return (colour, line, marker) if variant == 0 else (colour, *VARIANTS[variant % len(VARIANTS)])
+    others = [v for v in VARIANTS if v[0] != line and v[1] != marker]
+    return (colour, line, marker) if variant == 0 else (colour, *others[(variant - 1) % len(others)])
 
 
 def make_conditions(runs, said):
@@ -277,18 +279,14 @@ def one_a_seed(group, label, said):
     runs = [kept[s] for s in sorted(kept)]
     print_of = [json.dumps([[p["answers"], p["lengths"]] for s in r.evals for p in (r.final(s) or {"problems": []})
                             ["problems"]]) for r in runs]
-    for (i, a), (j, b) in combinations(enumerate(runs), 2):
-        if len(print_of[i]) > 4 and print_of[i] == print_of[j] and r_lr(a):
-            said.append(f"{label}: the answers of seeds {a.seed} and {b.seed} are equal to the last token: one model "
-                        f"evaluated twice, or a seed that moves nothing")
+    for a, b in combinations(range(len(runs)), 2):
+        if len(print_of[a]) > 4 and print_of[a] == print_of[b] and runs[a].args.get("lr") != 0:   # lr 0: by design
+            said.append(f"{label}: seeds {runs[a].seed} and {runs[b].seed} give the same answers and lengths: one "
+                        f"model evaluated twice, or a seed that moves nothing")
     for what in ("git", "versions", "device"):
         if len({json.dumps(r.record.get(what), sort_keys=True) for r in runs}) > 1:
             said.append(f"{label}: {what} differs between its seeds")
     return runs
-
-
-def r_lr(run):
-    return run.args.get("lr") != 0   # a control with learning rate 0 gives the same answers by design
 
 
 def make_studies(runs, evals, said):
@@ -304,16 +302,16 @@ def make_studies(runs, evals, said):
             said.append(f"tuning runs (seed {TUNING} and up) confirm nothing and are left out: {', '.join(tuned)}")
         splits = list(dict.fromkeys(s for r in group for s in r.evals))
         families = [s for s in splits if "wording" not in s]   # another wording is no other family
-        base = {}
-        for row in [r.base(s) for r in used for s in splits] + [e for e in evals if e.get("model_sha256") == sha]:
+        base, again = {}, [e for e in evals if e.get("model_sha256") == sha]
+        for row in [r.base(s) for r in used for s in splits] + again:
             if row and row["split"] in splits:
                 base.setdefault(row["split"], row)
-        study = Study(task, group[0].model, make_conditions(used, said), families[0] if families else splits[0],
-                      families[1] if len(families) > 1 else None, splits, base, [r for r in group if r not in used])
-        study.noise = [e for e in evals if e.get("model_sha256") == sha and e["split"] in base and not differing_rows(
-            e, base[e["split"]], ("seed",)) and e["seed"] != base[e["split"]]["seed"]]
-        studies.append(study)
-    for i, s in enumerate(studies):
+        noise = [e for e in again if e["split"] in base and e["seed"] != base[e["split"]]["seed"]
+                 and not differing_rows(e, base[e["split"]], ("seed",))]
+        studies.append(Study(task, group[0].model, make_conditions(used, said), families[0] if families else splits[0],
+                             families[1] if len(families) > 1 else None, splits, base,
+                             [r for r in group if r not in used], noise))
+    for s in studies:
         s.name = "" if len(studies) == 1 else f"{s.task}-{str(s.model.get('sha256'))[:6]}"
     return studies
 
@@ -349,7 +347,7 @@ def scalar(row, key):
     if key == "wrong_minus_right":
         right, wrong = row.get("mean_length_right"), row.get("mean_length_wrong")
         return None if right is None or wrong is None else wrong - right
-    return row.get({"greedy": "greedy_pass", "kl": "kl_start"}.get(key, key))
+    return row.get({"greedy": "greedy_pass"}.get(key, key))
 
 
 def vector(row, key):
@@ -432,7 +430,8 @@ def mcnemar(before, after):
     n = up + down
     tail = sum(math.comb(n, i) for i in range(min(up, down) + 1)) / 2 ** n
     return {"repairs": up, "breakages": down, "wrong": sum(1 for b in before if not b),
-            "right": sum(1 for b in before if b), "z": (up - down) / math.sqrt(n) if n else 0.0, "p": min(1.0, 2 * tail)}
+            "right": sum(1 for b in before if b), "z": (up - down) / math.sqrt(n) if n else 0.0,
+            "p": min(1.0, 2 * tail)}
 
 
 def seeds_in_words(n):
@@ -441,20 +440,21 @@ def seeds_in_words(n):
 
 def in_words(v, split):
     """One clause of a verdict."""
-    text = f"pass@1 on {split} goes {v['before']:.3f} to {v['after']:.3f}, {v['gain']:+.3f} ({seeds_in_words(v['seeds'])})"
-    spread = "no spread (one seed)" if v["spread"] is None else f"the {'range' if v['seeds'] == 2 else 'spread'} over " \
-        f"seeds ({v['spread']:.3f})"
-    noise = f"two paired standard errors ({2 * v['se']:.3f})"
-    noise = noise if v["spread"] is None else f"{spread} and {noise}"
+    text = f"pass@1 on {split} goes {v['before']:.3f} to {v['after']:.3f} ({v['gain']:+.3f}"
+    text += {1: "; one run, a lead)", 2: "; two seeds, a range)"}.get(v["seeds"], ")")
+    error = f"two paired standard errors ({2 * v['se']:.3f})"
+    name = "range" if v["seeds"] == 2 else "spread"
+    spread = "" if v["spread"] is None else f"the {name} over seeds ({v['spread']:.3f})"
+    noise = f"{spread} and {error}" if spread else error
     lenient = f"lenient {v['lenient']['gain']:+.3f} against {v['lenient']['floor']:.3f}"
     text += {"uninformative": ": uninformative, the family is at 0 or 1 before and after",
              "effect": f": more than {noise}, and the lenient reading agrees ({lenient})",
              "worse": f": a loss, larger than {noise}; {lenient}",
              "format": f": more than {noise} in the strict reading alone ({lenient}): format",
              "format lost": f": a loss beyond {noise} in the strict reading alone ({lenient}): format",
-             "lenient": f": inside {noise}, though the lenient reading rises ({lenient})",
+             "lenient": f": no more than {noise}, though the lenient reading rises ({lenient})",
              "spread": f": {spread} exceeds the gain, and that is the finding; {LEVERS}",
-             "error": f": inside {noise}"}[v["code"]]
+             "error": f": no more than {error}, so it cannot be told from none"}[v["code"]]
     if v["needs_pairing"] and v["code"] in ("effect", "worse", "format"):
         text += f"; only pairing shows it: unpaired, two standard errors are {2 * v['unpaired_se']:.3f}"
     return text
@@ -487,12 +487,15 @@ def compare(study, a, b, split):
            "explains": "describes, does not explain" if len(keys) > 1 else "one setting differs"}
     if why := differing_rows(x[0], y[0]):
         return {**out, "code": "refused", "why": why}
-    strict, lenient = [difference([vector(r, k) for r in x], [vector(r, k) for r in y]) for k in ("pass@1", "lenient@1")]
-    low, high = paired_bootstrap(np.stack([vector(r, "pass@1") for r in y]).mean(0)[None],
-                                 np.stack([vector(r, "pass@1") for r in x]).mean(0)[None])
-    apart, both = abs(strict.mean) > strict.floor, abs(lenient.mean) > lenient.floor and lenient.mean * strict.mean > 0
-    code = "not told apart" if not apart else ("above" if strict.mean > 0 else "below") + ("" if both else " in format alone")
-    return {**out, "gain": strict.mean, "floor": strict.floor, "lenient": lenient.mean, "ci95": (low, high), "code": code}
+    strict, lenient = [difference([vector(r, k) for r in x], [vector(r, k) for r in y])
+                       for k in ("pass@1", "lenient@1")]
+    scores = [np.mean([vector(r, "pass@1") for r in rows], 0)[None] for rows in (y, x)]
+    code = "not told apart"
+    if abs(strict.mean) > strict.floor:
+        both = abs(lenient.mean) > lenient.floor and lenient.mean * strict.mean > 0
+        code = ("above" if strict.mean > 0 else "below") + ("" if both else " in format alone")
+    return {**out, "gain": strict.mean, "floor": strict.floor, "lenient": lenient.mean, "code": code,
+            "ci95": paired_bootstrap(*scores)}
 
 
 def control_note(study, c, v, verdicts):
@@ -593,8 +596,9 @@ def compile_test(text, rule):
             good = isinstance(node.func, ast.Name) and node.func.id in ("max", "min") and len(node.args) > 1 \
                 and not node.keywords
         if not good:
-            raise UserError(f"--register-margin {rule!r}: {ast.unparse(node) or text!r} is not allowed in a test (gain, "
-                            f"spread, se, numbers, + - *, max, min, comparisons, and, or)")
+            raise UserError(f"--register-margin {rule!r}: {text.strip()!r} holds {type(node).__name__} "
+                            f"{ast.unparse(node)}, which is not allowed (gain, spread, se, numbers, + - *, max, min, "
+                            f"comparisons, and, or)")
     if not isinstance(tree.body, (ast.Compare, ast.BoolOp)) or "gain" not in {
             n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}:
         raise UserError(f"--register-margin {rule!r}: {text.strip()!r} does not compare the gain with anything")
@@ -615,8 +619,8 @@ def parse_margin(rule):
     for i, clause in enumerate(clauses):
         m = re.fullmatch(r"(success|weak|useless)\s+(?:if\s+(.+)|otherwise)", clause)
         if not m or (m[2] is None and i < len(clauses) - 1):
-            raise UserError(f"--register-margin {rule!r}: {clause!r} is no clause; write LEVEL if TEST, or, last, LEVEL "
-                            f"otherwise (levels: {', '.join(LEVELS)})")
+            raise UserError(f"--register-margin {rule!r}: {clause!r} is no clause; write LEVEL if TEST, or, last, "
+                            f"LEVEL otherwise (levels: {', '.join(LEVELS)})")
         code, found = compile_test(m[2], rule) if m[2] else (None, [])
         levels.append((m[1], code))
         numbers += found
@@ -639,13 +643,12 @@ def check_margin(margin, numbers):
             last = None
             for gain in sorted({g + d for g in {*edges, *around} for d in (-1e-9, 0, 1e-9)}):
                 level = apply_margin(margin, gain, spread, se)
+                said = f"--register-margin {margin['text']!r}: a gain of {gain:.4g} (spread {spread:g}, se {se:g})"
                 if level is None:
-                    raise UserError(f"--register-margin {margin['text']!r}: a gain of {gain:.4g} (spread {spread:g}, se "
-                                    f"{se:g}) has no level; end with `useless otherwise`")
+                    raise UserError(f"{said} has no level; end with `useless otherwise`")
                 rank = LEVELS.index(level)
                 if last is not None and rank > last:
-                    raise UserError(f"--register-margin {margin['text']!r}: a gain of {gain:.4g} (spread {spread:g}, se "
-                                    f"{se:g}) is {level}, though a smaller one is {LEVELS[last]}")
+                    raise UserError(f"{said} is {level}, though a smaller one is {LEVELS[last]}")
                 reached.add(level)
                 last = rank
     if missing := [n for n, _ in margin["levels"] if n not in reached]:
@@ -735,12 +738,12 @@ def predicted_value(key, record):
 
 
 def reconcile(prediction, record):
-    """A parsed prediction and the `run` record -> {"outcome": hit, within noise, miss or open, "value", "noise", ...}."""
+    """A parsed prediction and the `run` record -> {"outcome": hit, within noise, miss or open, "value", "noise", ..}"""
     value, noise, what = predicted_value(prediction["key"], record or {})
     out = {"value": value, "noise": noise, "noise_is": what}
     if value is None:
-        return {**out, "outcome": "open", "why": "the run has no end" if not record else f"the record ({record.get('status')}"
-                f") holds no {prediction['key']}"}
+        why = f"the record ({record.get('status')}) holds no {prediction['key']}" if record else "the run has no end"
+        return {**out, "outcome": "open", "why": why}
     want, op = prediction["value"], prediction["op"]
     off = abs(value - want) - prediction["within"] if op == "=" else value - want if op in ("<", "<=") else want - value
     hit = off < 0 if op in "<>" else off <= 1e-12
@@ -750,7 +753,7 @@ def reconcile(prediction, record):
 def ledger(records):
     """-> rows of the prediction table, and one sentence."""
     ends = {r.get("run_id"): r for r in records if r.get("kind") == "run"}
-    lessons = {r.get("run_id"): r.get("notes") for r in records if r.get("kind") == "verdict" and r.get("what") == "lesson"}
+    lessons = {r.get("run_id"): r.get("notes") for r in records if r.get("what") == "lesson"}
     rows = []
     for p in (r for r in records if r.get("kind") == "prediction"):
         try:
@@ -807,7 +810,10 @@ def add_lesson(path, text):
 # Findings of the documents: claims with a direction, each judged against its noise
 
 def claim(words, effect, want):
-    """One claim -> (words with the numbers, spread, seeds, outcome). want: up, down, flat, not up, not down."""
+    """
+    One claim -> (words with the numbers, spread, seeds, outcome). want: up, down, flat, not up, not down, or a number
+    that the size should not exceed.
+    """
     if effect is None:
         return words + ": not measured in these runs", None, 0, "cannot be told"
     m, floor = effect.mean, effect.floor
@@ -815,7 +821,9 @@ def claim(words, effect, want):
     if effect.seeds < 2 or (effect.spread is None and effect.se is None):
         return f"{text}, {seeds_in_words(effect.seeds)}", effect.spread, effect.seeds, "cannot be told"
     sign = 0 if abs(m) <= floor else 1 if m > 0 else -1
-    if want == "flat":
+    if isinstance(want, (int, float)):
+        outcome = "holds" if abs(m) <= want else "fails" if abs(m) > want + floor else "cannot be told"
+    elif want == "flat":
         outcome = "fails" if sign else "holds"
     elif want.startswith("not"):
         outcome = "fails" if sign == (1 if want == "not up" else -1) else "holds"
@@ -838,7 +846,8 @@ def findings(s):
 
     def df(a, b, key, want, split=IN):              # one arm against another
         x, y = s.find(a), s.find(b)
-        return claim(f"{a} minus {b}, {key} on {split}", against(s, x, y, split, key) if x and y and split else None, want)
+        effect = against(s, x, y, split, key) if x and y and split else None
+        return claim(f"{a} minus {b}, {key} on {split}", effect, want)
 
     def per_run(arm, fn):                           # a number of each run's own records
         c = s.find(arm)
@@ -892,7 +901,8 @@ def findings(s):
         if not e or e.seeds < 3:
             return "spread of grpo over three or more seeds", None, e.seeds if e else 0, "cannot be told"
         good = e.spread >= abs(e.mean) / 2 and e.spread > e.se
-        return f"spread {e.spread:.3f}, gain {e.mean:+.3f}, se {e.se:.3f}", e.spread, e.seeds, "holds" if good else "fails"
+        return (f"spread {e.spread:.3f}, gain {e.mean:+.3f}, se {e.se:.3f}", e.spread, e.seeds,
+                "holds" if good else "fails")
 
     def screened():
         e = per_run("grpo", metric("no_spread", slice(0, 10)))
@@ -934,8 +944,9 @@ def findings(s):
          [ch(a, "distinct_answers", w) for a, w in (("rft_shortest", "up"), ("rft_shortest_braked", "up"),
                                                     ("grpo", "down"))]),
         (8, f"by k = {TOP} all bands overlap", [bands()]),
-        (9, "a brake of .05 is weak", [df("rft_shortest_braked", "rft_shortest", "pass@1", "flat"),
-                                       df("rft_shortest_braked", "rft_shortest", "mean_length", "flat"), brake()]),
+        (9, "a brake of .05 is weak: within 1 point and 2 tokens of the unbraked arm, KL about .003",
+         [df("rft_shortest_braked", "rft_shortest", "pass@1", 0.01),
+          df("rft_shortest_braked", "rft_shortest", "mean_length", 2), brake()]),
         (10, "outside, GRPO leads at k = 1 and opd at k = 8",
          [df("grpo", a, "pass@1", "up", OUT) for a in SIX if a != "grpo"]
          + [df("opd", a, "pass@8", "up", OUT) for a in SIX if a != "opd"]),
@@ -952,7 +963,8 @@ def findings(s):
         (15, "groups without spread give no gradient; screening leaves none at the start", [screened()]),
         (17, "the gain on the same family is larger than on a different one",
          [claim("grpo's gain inside minus outside", minus(gain_in, gain_out), "up")]),
-        (18, "the spread over seeds is comparable to the gain, and larger than the standard error", [spread_and_gain()]),
+        (18, "the spread over seeds is comparable to the gain, and larger than the standard error",
+         [spread_and_gain()]),
         (20, "GRPO with a mean per answer lengthens answers, wrong ones most",
          [ch("grpo", "mean_length_wrong", "up"), ch("grpo", "wrong_minus_right", "up"),
           df("grpo", "dr_grpo", "mean_length_wrong", "up")]),
@@ -966,7 +978,9 @@ def findings(s):
 
 def overall(outcomes):
     """fails when one claim fails, holds when all hold, else it cannot be told."""
-    return ("fails" if "fails" in outcomes else "holds at this scale" if set(outcomes) == {"holds"} else "cannot be told")
+    if "fails" in outcomes:
+        return "fails"
+    return "holds at this scale" if set(outcomes) == {"holds"} else "cannot be told"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -975,7 +989,7 @@ def overall(outcomes):
 def number_text(x, digits=3):
     if x is None or isinstance(x, str):
         return x or "-"
-    return f"{x:.{digits}f}" if abs(x) < 100 else f"{x:.1f}"
+    return f"{x:.{digits}f}" if abs(x) < 10 else f"{x:.1f}"
 
 
 def last_mean(study, c, split, key):
@@ -1078,9 +1092,9 @@ def verdict_table(study, verdicts, margins):
     return {"title": "Verdicts", "rows": rows,
             "head": ["arm", "split", "seeds", "before", "after", "gain [95%]", "spread", "2 se", "lenient gain",
                      "greedy flips, McNemar", "verdict", "margin"],
-            "note": "Gain: mean over seeds, after minus before. [95%]: paired bootstrap over problems, seeds held fixed. "
-                    "2 se: two standard errors over problems of the paired difference. A gain counts when it exceeds "
-                    "both spread and 2 se, strict and lenient."}
+            "note": "Gain: mean over seeds, after minus before. [95%]: paired bootstrap over problems, seeds held "
+                    "fixed. 2 se: two standard errors over problems of the paired difference. A gain counts when it "
+                    "exceeds both spread and 2 se, strict and lenient."}
 
 
 CODES = {"effect": "an effect", "worse": "a loss", "format": "format", "format lost": "format (a loss)",
@@ -1094,15 +1108,17 @@ def comparison_table(study):
         for split in [x for x in (study.inside, study.outside) if x]:
             p = compare(study, a, b, split)
             if p and p["code"] == "refused":
-                rows.append([p["a"], p["b"], split, "-", "-", f"refused: {', '.join(p['why'])}", "-", ", ".join(p["keys"])])
+                rows.append([p["a"], p["b"], split, "-", "-", f"refused: {', '.join(p['why'])}", "-",
+                             ", ".join(p["keys"])])
             elif p:
+                few = f" ({seeds_in_words(p['seeds'])})" if p["seeds"] < 3 else ""
                 rows.append([p["a"], p["b"], split, f"{p['gain']:+.3f} [{p['ci95'][0]:+.3f}, {p['ci95'][1]:+.3f}]",
-                             number_text(p["floor"]), p["code"] + (f" ({seeds_in_words(p['seeds'])})" if p["seeds"] < 3
-                                                                   else ""), p["explains"], ", ".join(p["keys"])])
+                             number_text(p["floor"]), p["code"] + few, p["explains"], ", ".join(p["keys"])])
     return {"title": "Comparisons", "rows": rows, "folded": True,
             "head": ["A", "B", "split", "A - B [95%]", "noise", "A is", "what it can say", "settings that differ"],
-            "note": "pass@1 at the last evaluation, the same problems. [95%]: paired bootstrap over problems. Noise: the "
-                    "larger of both spreads and two paired standard errors. One comparison in twenty is apart by chance."}
+            "note": "pass@1 at the last evaluation, the same problems. [95%]: paired bootstrap over problems. Noise: "
+                    "the largest of both spreads and two paired standard errors. Of many comparisons some are apart by "
+                    "chance."}
 
 
 def control_table(study):
@@ -1142,11 +1158,14 @@ def findings_table(study):
         spreads = [c[1] for c in claims if c[1] is not None]
         outcomes = [c[3] for c in claims]
         rows.append([f"F{number}", text, "; ".join(f"{c[0]} ({c[3]})" if len(claims) > 1 else c[0] for c in claims),
-                     number_text(max(spreads) if spreads else None), str(min(seeds)) if seeds else "0", overall(outcomes)])
-    return {"title": "Findings", "head": ["F", "finding of the document", "numbers", "largest spread", "seeds", "verdict"],
-            "rows": rows, "note": "Each number is a mean over seeds, its noise the larger of spread and two standard "
-            "errors over problems (the spread alone where a number is no mean over problems). A direction counts beyond "
-            "its noise; 'fails' is a number beyond it the other way, or one that moves where none should."}
+                     number_text(max(spreads) if spreads else None), str(min(seeds)) if seeds else "0",
+                     overall(outcomes)])
+    return {"title": "Findings", "rows": rows,
+            "head": ["F", "finding of the document", "numbers", "largest spread", "seeds", "verdict"],
+            "note": "Each number is a mean over seeds, its noise the larger of spread and two standard errors over "
+                    "problems (the spread alone where a number is no mean over problems). A direction counts beyond "
+                    "its noise; 'fails' is a number beyond it the other way, or one that moves where none should. "
+                    "Where no change is expected, a large noise hides much."}
 
 
 def sentences(study, verdicts, margins, records):
@@ -1173,7 +1192,8 @@ def sentences(study, verdicts, margins, records):
         elif pair["code"] == "refused":
             clauses.append(f"and the comparison with the baseline is refused ({', '.join(pair['why'])})")
         else:
-            walls = [np.mean([(r.record.get("budget") or {}).get("wall_s") or 0 for r in x.runs]) for x in (c, baseline)]
+            walls = [np.mean([(r.record.get("budget") or {}).get("wall_s") or 0 for r in x.runs])
+                     for x in (c, baseline)]
             made = generation_s(records, baseline.runs[0])
             clauses.append(f"and against {baseline.label} it is {pair['code']} ({pair['gain']:+.3f}, noise "
                            f"{pair['floor']:.3f}; {walls[0]:.0f} s against "
@@ -1181,7 +1201,9 @@ def sentences(study, verdicts, margins, records):
                            f"wall clock, which is not compute; {pair['explains']})")
         short = [f"{steps} steps (tools advise 300)"] if steps and steps < 300 else [f"{steps} steps"] if steps else []
         short += [f"{rows} problems" + (" (500)" if rows < 500 else "")] if rows else []
-        out.append(f"{c.label}, {seeds_in_words(len(c.runs))}, {', '.join(short)}: " + "; ".join(clauses) + ".")
+        first, lever, rest = "; ".join(clauses).partition(f"; {LEVERS}")   # the levers are named once a sentence
+        out.append(f"{c.label}, {seeds_in_words(len(c.runs))}, {', '.join(short)}: {first}{lever}"
+                   f"{rest.replace(lever, '') if lever else ''}.")
     return out
 
 
@@ -1202,7 +1224,8 @@ def plots():
     return plt
 
 
-def panels(count, columns=3, height=2.9):
+def panels(count, height=2.9):
+    columns = 2 if count == 4 else 3
     fig, axes = plots().subplots(math.ceil(count / columns), min(columns, count), squeeze=False,
                                  figsize=(min(columns, count) * 3.6 + 0.2, math.ceil(count / columns) * height + 0.7))
     for ax in axes.flat[count:]:
@@ -1216,8 +1239,8 @@ def legend(fig, axes):
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels()):
             found.setdefault(label, handle)
-    fig.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(4, max(1, len(found))), fontsize=8,
-               frameon=False, handlelength=3)
+    fig.legend(found.values(), found.keys(), loc="outside lower center", fontsize=8, frameon=False, handlelength=3,
+               ncols=min(4, max(1, int(fig.get_figwidth() / 2.2))))
 
 
 def by_step(study, c, split, key):
@@ -1241,7 +1264,8 @@ def draw_band(ax, c, points):
     ax.plot(x, [np.mean(points[i]) for i in x], color=colour, linestyle=line, marker=marker if len(x) < 30 else "",
             label=c.label)
     if any(len(v) > 1 for v in points.values()):
-        ax.fill_between(x, [min(points[i]) for i in x], [max(points[i]) for i in x], color=colour, alpha=0.13, linewidth=0)
+        ax.fill_between(x, [min(points[i]) for i in x], [max(points[i]) for i in x], color=colour, alpha=0.13,
+                        linewidth=0)
 
 
 BAND = "Line: mean over seeds; band: lowest to highest seed"
@@ -1270,8 +1294,8 @@ def fig_length_accuracy(s, _):
         x, y = by_step(s, c, s.inside, "mean_length"), by_step(s, c, s.inside, "pass@1")
         steps = [i for i in x if i in y]
         colour, line, marker = c.look
-        ax.plot([np.mean(x[i]) for i in steps], [np.mean(y[i]) for i in steps], color=colour, linestyle=line, marker=marker,
-                markersize=4, label=c.label)
+        ax.plot([np.mean(x[i]) for i in steps], [np.mean(y[i]) for i in steps], color=colour, linestyle=line,
+                marker=marker, markersize=4, label=c.label)
         if steps:
             ax.plot(np.mean(x[steps[-1]]), np.mean(y[steps[-1]]), color=colour, marker=marker, markersize=10)
     ax.set(xlabel=f"mean length on {s.inside} (tokens)", ylabel="pass@1")
@@ -1322,7 +1346,7 @@ def fig_gap_parts(s, _):
         raise Missing("no arm was evaluated before and after")
     fig, (ax,) = panels(1)
     fig.set_size_inches(7, 0.38 * len(parts) + 1.7)
-    for i, (c, one, top) in enumerate(parts):
+    for i, (_, one, top) in enumerate(parts):
         ax.barh(i + 0.18, -one.mean, 0.34, color="#0072B2", label="by pass@1 (minus its gain)" if i == 0 else None)
         ax.barh(i - 0.18, top.mean, 0.34, color="#E69F00", hatch="//", edgecolor="white",
                 label="by the highest k (its gain)" if i == 0 else None)
@@ -1394,15 +1418,16 @@ def fig_length_in_out(s, _):
 def fig_right_wrong(s, _):
     boxes = [("untrained", LOOKS["untrained"][0], length_gaps(s.base[s.inside]))] if s.inside in s.base else []
     for c in s.conditions:
-        boxes.append((c.label, c.look[0], [g for r in c.rows(s.inside, s.base.get(s.inside))[1] for g in length_gaps(r)]))
+        last = c.rows(s.inside, s.base.get(s.inside))[1]
+        boxes.append((c.label, c.look[0], [g for r in last for g in length_gaps(r)]))
     boxes = [b for b in boxes if b[2]]
     if not boxes:
         raise Missing("no problem has both right and wrong answers")
     fig, (ax,) = panels(1)
     fig.set_size_inches(7, 0.36 * len(boxes) + 1.2)
-    parts = ax.boxplot([b[2] for b in boxes], orientation="horizontal", tick_labels=[b[0] for b in boxes], showmeans=True,
-                       showfliers=False, patch_artist=True, medianprops={"color": "black"}, widths=0.6,
-                       meanprops={"marker": "D", "markerfacecolor": "white", "markeredgecolor": "black", "markersize": 4})
+    parts = ax.boxplot([b[2] for b in boxes], orientation="horizontal", tick_labels=[b[0] for b in boxes], widths=0.6,
+                       showmeans=True, showfliers=False, patch_artist=True, medianprops={"color": "black"},
+                       meanprops={"marker": "D", "markerfacecolor": "white", "markeredgecolor": "black"})
     for box, b in zip(parts["boxes"], boxes):
         box.set(facecolor=b[1], alpha=0.55)
     ax.axvline(0, color="black", linewidth=0.8)
@@ -1455,7 +1480,8 @@ def fig_kl(s, _):
         raise Missing("no arm measured its KL to the start")
     ax.set(xlabel="step", ylabel="KL to the start (nats a token)")
     legend(fig, [ax])
-    return fig, f"{BAND}. From {' and '.join(sorted(used))}" + (f"; not measured: {', '.join(without)}" if without else "")
+    absent = f"; not measured: {', '.join(without)}" if without else ""
+    return fig, f"{BAND}. From {' and '.join(sorted(used))}{absent}"
 
 
 def fig_slope(s, _):
@@ -1478,8 +1504,8 @@ def fig_slope(s, _):
         ax.set_yticks(range(len(rows)), [r[0].label for r in rows] if ax is axes[0] else [""] * len(rows))
         ax.set_ylim(len(rows) - 0.5, -0.5)
         ax.set_title(title)
-    return fig, ("Left: least squares over evaluations, bar two standard errors of the fit (mean over seeds); right: bar "
-                 "the larger of spread and two paired standard errors")
+    return fig, ("Left: least squares over evaluations, bar two standard errors of the fit (mean over seeds); right: "
+                 "bar the larger of spread and two paired standard errors")
 
 
 def fig_final_table(s, _):
@@ -1488,7 +1514,7 @@ def fig_final_table(s, _):
     fig, (ax,) = panels(1)
     fig.set_size_inches(1.15 * len(table["head"]) + 1.6, 0.3 * len(body) + 0.9)
     ax.axis("off")
-    drawn = ax.table(body, colLabels=[h.replace(" ", "\n", 1) if i > 1 else h for i, h in enumerate(table["head"])],
+    drawn = ax.table(body, colLabels=["\n".join(h.rsplit(" ", 1)) for h in table["head"]],
                      loc="center", cellLoc="center", colWidths=[2.3, 0.6] + [1.15] * (len(body[0]) - 2))
     drawn.auto_set_font_size(False)
     drawn.set_fontsize(7.5)
@@ -1560,7 +1586,8 @@ def draw_all(study, rewards, out):
 # Samples: some of every arm's rollouts for the page, and the problems' mean rewards for the reward figure
 
 PAGE_BYTES = 2_200_000   # of samples on the page
-RATIONS = [(5, 2, 8), (5, 2, 4), (4, 2, 4), (3, 2, 4), (3, 1, 4), (3, 1, 2), (2, 1, 2), (2, 1, 1)]   # steps, problems, samples
+#          steps, problems, samples: the first that fits
+RATIONS = [(5, 2, 8), (5, 2, 4), (4, 2, 4), (3, 2, 4), (3, 1, 4), (3, 1, 2), (2, 1, 2), (2, 1, 1)]
 
 
 def read_samples(run, said):
@@ -1603,7 +1630,7 @@ def tokenizer_of(run, said):
 
 
 def segments(row, tokenizer):
-    """-> [[kind, text], ...]: prompt, trained, sampled (no gradient), injected. Kinds come from the mask, not the text."""
+    """-> [[kind, text], ...]: prompt, trained, sampled (no gradient), injected; the kinds come from the mask."""
     trained = "trained" if row.get("trained", row.get("adv", 1) != 0) else "sampled"
     if tokenizer is None or not row.get("ids") or not row.get("mask"):
         return [[trained, row.get("text", "")]]
@@ -1641,18 +1668,18 @@ def page_samples(studies, said):
                 ids = list(dict.fromkeys(r["id"] for r in rows if r["step"] == step))[:problems]
                 for r in [r for r in rows if r["step"] == step and r["id"] in ids and r.get("sample", 0) < samples]:
                     parts = {k: v for k, v in r.items() if k not in SHOWN_APART}
-                    out.append({"arm": f"{s.name} {c.label}".strip(), "seed": c.runs[0].seed, "step": step, "id": r["id"],
-                                "sample": r.get("sample", 0), "reward": r.get("reward"), "right": bool(r.get("right")),
-                                "lenient": bool(r.get("lenient")), "finish": r.get("finish", ""), "parts": parts,
-                                "text": segments(r, tokenizer)})
+                    out.append({"arm": f"{s.name} {c.label}".strip(), "seed": c.runs[0].seed, "step": step,
+                                "id": r["id"], "sample": r.get("sample", 0), "reward": r.get("reward"),
+                                "right": bool(r.get("right")), "lenient": bool(r.get("lenient")), "parts": parts,
+                                "finish": r.get("finish", ""), "text": segments(r, tokenizer)})
         if len(json.dumps(out)) <= PAGE_BYTES:
             break
     else:
         while len(json.dumps(out)) > PAGE_BYTES:
             out = out[::2]
-    rule = (f"{len(out)} rollouts of training: of each arm's lowest seed up to {steps} steps evenly spaced from first to "
-            f"last, at each the first {problems} problems of the batch and their first {samples} answers. All rollouts "
-            f"are in samples.jsonl of the run folders.")
+    rule = (f"{len(out)} rollouts of training: of each arm's lowest seed up to {steps} steps evenly spaced from first "
+            f"to last, at each the first {problems} problems of the batch and their first {samples} answers. All "
+            f"rollouts are in samples.jsonl of the run folders.")
     return out, rule, rewards
 
 
@@ -1674,7 +1701,8 @@ PAGE = """<!doctype html>
 :root { color-scheme: light } * { box-sizing: border-box }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; margin: 0 auto; max-width: 1180px;
        padding: 1rem 1.2rem 4rem }
-h1 { font-size: 1.5rem; margin: .3rem 0 } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; border-bottom: 1px solid #ddd }
+h1 { font-size: 1.5rem; margin: .3rem 0 }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; border-bottom: 1px solid #ddd }
 nav a { margin-right: .9rem } .note, figcaption { color: #555; font-size: .85rem; max-width: 62rem }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: .82rem; margin: .4rem 0 }
 th, td { padding: .22rem .5rem; border-bottom: 1px solid #e4e4e4; text-align: left; vertical-align: top }
@@ -1682,9 +1710,11 @@ th { background: #f4f4f4 } td.n { font-variant-numeric: tabular-nums; white-spac
 figure { margin: 1.2rem 0 } figure img { max-width: 100%; height: auto } .said li { margin-bottom: .5rem }
 .filters { position: sticky; top: 0; background: #fff; padding: .5rem 0; border-bottom: 1px solid #ddd; z-index: 1;
            display: flex; flex-wrap: wrap; gap: .4rem .9rem; font-size: .85rem }
-.card { border: 1px solid #ddd; border-left: 5px solid #D55E00; border-radius: 4px; margin: .6rem 0; padding: .5rem .7rem }
+.card { border: 1px solid #ddd; border-left: 5px solid #D55E00; border-radius: 4px; margin: .6rem 0;
+        padding: .5rem .7rem }
 .card.ok { border-left-color: #0072B2 } .card header { font-size: .82rem; color: #333 }
-.card pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .4rem 0 0; font: .82rem/1.45 ui-monospace, monospace }
+.card pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .4rem 0 0;
+            font: .82rem/1.45 ui-monospace, monospace }
 .tag { border: 1px solid #999; border-radius: 3px; padding: 0 .3rem; margin-left: .4rem }
 .tag.cut { background: #D55E00; color: #fff; border-color: #D55E00 }
 .prompt { color: #777 } .trained { background: #d8ecf8; border-bottom: 2px solid #0072B2 }
@@ -1694,14 +1724,18 @@ figure { margin: 1.2rem 0 } figure img { max-width: 100%; height: auto } .said l
 <p class="note">{{ made }}</p>
 <nav>{% for s in studies %}<a href="#s{{ loop.index }}">{{ s.title }}</a>{% endfor %}<a href="#samples">Samples</a>
 <a href="#labbook">Lab book</a><a href="#notes">Notes</a></nav>
-{% macro show(t) %}<div class="wide"><table><thead><tr>{% for h in t.head %}<th>{{ h }}</th>{% endfor %}</tr></thead><tbody>
-{% for row in t.rows %}<tr>{% for c in row %}{% if c is string %}<td>{{ c }}</td>{% else %}
-<td class="n"{% if c[1] is not none %} style="background:{{ shade(c[1]) }}" title="{{ '%+.1f%%' % (100 * c[1]) }}"{% endif %}>
-{{ c[0] }}</td>{% endif %}{% endfor %}</tr>{% endfor %}</tbody></table></div><p class="note">{{ t.note }}</p>{% endmacro %}
+{% macro show(t) %}<div class="wide"><table>
+<thead><tr>{% for h in t.head %}<th>{{ h }}</th>{% endfor %}</tr></thead><tbody>
+{% for row in t.rows %}<tr>{% for c in row %}{% if c is string %}
+<td{% if c|length < 44 %} class="n"{% endif %}>{{ c }}</td>{% else %}
+<td class="n"{% if c[1] is not none %} style="background:{{ shade(c[1]) }}"
+title="{{ '%+.1f%%' % (100 * c[1]) }}"{% endif %}>{{ c[0] }}</td>{% endif %}{% endfor %}</tr>{% endfor %}
+</tbody></table></div><p class="note">{{ t.note }}</p>{% endmacro %}
 {% for s in studies %}<section id="s{{ loop.index }}"><h2>{{ s.title }}</h2><p class="note">{{ s.about }}</p>
 <ul class="said">{% for x in s.sentences %}<li>{{ x }}</li>{% endfor %}</ul>
-{% for t in s.tables %}{% if t.folded %}<h2>{{ t.title }}</h2><details><summary>{{ t.rows|length }} rows</summary>{{ show(t) }}
-</details>{% else %}<h2>{{ t.title }}</h2>{{ show(t) }}{% endif %}{% endfor %}
+{% for t in s.tables %}<h2>{{ t.title }}</h2>{% if t.folded %}
+<details><summary>{{ t.rows|length }} rows</summary>{{ show(t) }}</details>{% else %}{{ show(t) }}{% endif %}
+{% endfor %}
 <h2>Figures</h2>{% for title, caption, svg, stem in s.figures %}<figure id="{{ stem }}"><strong>{{ title }}</strong><br>
 <img alt="{{ title }}" src="data:image/svg+xml;base64,{{ b64(svg) }}"><figcaption>{{ caption }}</figcaption></figure>
 {% endfor %}</section>{% endfor %}
@@ -1717,8 +1751,8 @@ environment</span> <span class="prompt">prompt</span> <span class="tag cut">cut<
 <script>
 const all = JSON.parse(document.getElementById('data').textContent), box = document.getElementById('filters');
 const distinct = k => [...new Set(all.map(r => r[k]))];
-const pick = {}, make = (tag, text, cls) => { const e = document.createElement(tag); if (text !== undefined) e.textContent = text;
-  if (cls) e.className = cls; return e; };
+const pick = {}, make = (tag, text, cls) => { const e = document.createElement(tag);
+  if (text !== undefined) e.textContent = text; if (cls) e.className = cls; return e; };
 function select(name, values) {
   const label = make('label', name + ' '), s = make('select');
   for (const v of ['all', ...values]) { const o = make('option', String(v)); o.value = String(v); s.append(o); }
@@ -1729,7 +1763,8 @@ function bound(name) {
   i.oninput = () => { shown = 40; draw(); }; pick[name] = i; label.append(i); box.append(label);
 }
 let shown = 40;
-select('arm', distinct('arm')); select('step', distinct('step').sort((a, b) => a - b)); select('problem', distinct('id'));
+select('arm', distinct('arm')); select('step', distinct('step').sort((a, b) => a - b));
+select('problem', distinct('id'));
 select('answer', ['right', 'wrong', 'right number, wrong form', 'cut']); bound('reward from'); bound('reward to');
 const is = { 'right': r => r.right, 'wrong': r => !r.right, 'right number, wrong form': r => r.lenient && !r.right,
   'cut': r => r.finish === 'length' };
@@ -1745,7 +1780,8 @@ function draw() {
   document.getElementById('count').textContent = list.length + ' of ' + all.length + ' rollouts';
   for (const r of list.slice(0, shown)) {
     const card = make('div', undefined, r.right ? 'card ok' : 'card');
-    const head = make('header', r.arm + ', seed ' + r.seed + ', step ' + r.step + ', problem ' + r.id + ', answer ' + r.sample);
+    const head = make('header', r.arm + ', seed ' + r.seed + ', step ' + r.step + ', problem ' + r.id +
+      ', answer ' + r.sample);
     head.append(make('span', r.right ? 'right' : r.lenient ? 'right number, wrong form' : 'wrong', 'tag'));
     if (r.finish === 'length') head.append(make('span', 'cut', 'tag cut'));
     else head.append(make('span', 'ends by ' + r.finish, 'tag'));
@@ -1772,7 +1808,7 @@ def write_page(path, **fields):
     common.write_text(path, page)
 
 
-def describe(study, records):
+def describe(study):
     """Start model, device, precision, versions and dates of a study."""
     runs = [r for c in study.conditions for r in c.runs]
 
@@ -1780,8 +1816,8 @@ def describe(study, records):
         return ", ".join(sorted({str(v) for v in values if v})) or "unknown"
     when = sorted(r.record.get("time", "") for r in runs)
     text = (f"Start: {study.model.get('name')} ({str(study.model.get('sha256'))[:12]}). Devices: "
-            f"{each(r.record.get('device') for r in runs)}; precision {each(r.args.get('precision') for r in runs)}; torch "
-            f"{each((r.record.get('versions') or {}).get('torch') for r in runs)}; commits "
+            f"{each(r.record.get('device') for r in runs)}; precision {each(r.args.get('precision') for r in runs)}; "
+            f"torch {each((r.record.get('versions') or {}).get('torch') for r in runs)}; commits "
             f"{each((r.record.get('git') or {}).get('commit') for r in runs)}; {when[0][:16]} to {when[-1][:16]}. "
             f"Inside is {study.inside}, outside {study.outside or 'not evaluated'}.") if runs else "No finished run."
     for e in study.noise:
@@ -1817,7 +1853,7 @@ def report(args):
     shown, verdict_rows, text = [], [], []
     for s in studies:
         verdicts = {(c.label, x): v for c in s.conditions for x in s.splits if (v := judge_condition(s, c, x))}
-        for (label, x), v in verdicts.items():
+        for (_, x), v in verdicts.items():
             v["split"] = x
         margins = {x: margin_for(records, x, [r for c in s.conditions for r in c.runs]) for x in s.splits}
         for c in s.conditions:
@@ -1826,29 +1862,33 @@ def report(args):
                     v["control"] = control_note(s, c, v, verdicts)
         tables = [final_table(s), runs_table(s, records), verdict_table(s, verdicts, margins), findings_table(s),
                   control_table(s), comparison_table(s), budget_table(s)]
-        tables[2]["note"] += " Margins: " + "; ".join(f"{x}: {m[1]}" for x, m in margins.items()) + "." + (
-            " The lab book's chain is broken (see Lab book): a margin may have been edited." if problems and records else "")
+        tables[2]["note"] += " Margins: " + "; ".join(f"{x}: {m[1]}" for x, m in margins.items()) + "."
+        if problems and records:
+            tables[2]["note"] += " The lab book's chain is broken (see Lab book): a margin may have been edited."
         said += [f"table {t['title']} left out: no such runs" for t in tables if not t["rows"]]
         tables = [t for t in tables if t["rows"]]
         figures, left = draw_all(s, rewards[s.name], out)
         said += left
         title = f"{s.task}{' (' + s.name + ')' if s.name else ''}"
-        shown.append({"title": title, "about": describe(s, records), "sentences": sentences(s, verdicts, margins, records),
-                      "tables": tables, "figures": figures})
+        shown.append({"title": title, "about": describe(s), "tables": tables, "figures": figures,
+                      "sentences": sentences(s, verdicts, margins, records)})
         text += [f"# {title}", "", shown[-1]["about"], "", *[f"- {x}" for x in shown[-1]["sentences"]], "",
                  *map(as_markdown, tables)]
-        verdict_rows += [{"study": title, "arm": k[0], "split": k[1], **v, "in_words": v["code"] if v["code"] == "refused"
-                          else in_words(v, k[1])} for k, v in verdicts.items()]
-        outside = [r for r in runs if not r.evals]
-    if outside:
-        said.append(f"runs without evaluations, in no figure: {', '.join(r.name for r in outside)}")
+        verdict_rows += [{"study": title, "arm": c, "split": x, **v,
+                          "in_words": "refused" if v["code"] == "refused" else in_words(v, x)}
+                         for (c, x), v in verdicts.items()]
+    if outside := [r.name for r in runs if not r.evals]:
+        said.append(f"runs without evaluations, in no figure: {', '.join(outside)}")
     for line in said[before:]:
         print(line)
     rows, hits = ledger(records)
     book = [*problems] or [f"{args.labbook}: {len(records)} records, the chain is whole"]
-    book += [f"lost or still running: {x} has a start and no end" for x in lost_runs(records)] + ([hits] if rows else [])
-    predictions = {"title": "Predictions", "head": ["run", "prediction", "got", "outcome", "noise", "lesson"], "rows": rows,
-                   "note": "Hit: as predicted. Within noise: off by no more than the noise named. Open: no end, or no number."}
+    book += [f"lost or still running: {x} has a start and no end" for x in lost_runs(records)]
+    book += [hits] if rows else []
+    predictions = {"title": "Predictions", "rows": rows,
+                   "head": ["run", "prediction", "got", "outcome", "noise", "lesson"],
+                   "note": "Hit: as predicted. Within noise: off by no more than the noise named. Open: no end, or no "
+                           "number."}
     if rows:
         text.append(as_markdown(predictions))
     made = (f"{time.strftime('%Y-%m-%d %H:%M')} by report.py, commit {common.git_state()['commit']}, from "
@@ -1863,7 +1903,8 @@ def report(args):
             print(x)
     size = (out / "report.html").stat().st_size / 1e6
     print(f"{sum(len(s['figures']) for s in shown)} figures, {sum(len(s['tables']) for s in shown)} tables, "
-          f"{len(samples)} rollouts: {out / 'report.html'} ({size:.1f} MB), {out / 'tables.md'}, {out / 'verdicts.json'}")
+          f"{len(samples)} rollouts: {out / 'report.html'} ({size:.1f} MB), {out / 'tables.md'}, "
+          f"{out / 'verdicts.json'}")
 
 
 if __name__ == "__main__":

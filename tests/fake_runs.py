@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+from helpers import tiny_tokenizer
 
 import common
-from helpers import tiny_tokenizer
 
 VERSIONS = {"python": "3.12", "torch": "2.x"}
 
@@ -38,19 +38,21 @@ def evaluation(p, n=32, seed=0, split="heldout-same", lenient=None, greedy=None,
             "lenient_pass_at": {str(k): float(np.mean([common.pass_at_k(n, int(x), k) for x in lc])) for k in ks},
             "se": {str(k): common.mean_and_se(v)[1] for k, v in pass_at.items()},
             "ci95": {str(k): common.interval(v)[:2] for k, v in pass_at.items()},
-            "mean_length": float(lengths.mean()), "mean_length_right": float(lengths[right].mean()) if right.any() else None,
+            "mean_length": float(lengths.mean()),
+            "mean_length_right": float(lengths[right].mean()) if right.any() else None,
             "mean_length_wrong": float(lengths[~right].mean()) if (~right).any() else None,
             "median_length_right": float(np.median(lengths[right])) if right.any() else None, "length_gap": -1.0,
             "truncated": 0.01, "entropy": entropy, "mean_logp": -entropy,
             "tokens_per_solved": float(lengths.sum() / max(1, right.sum())),
-            "distinct_answers": float(np.mean([len(set(x["answers"])) for x in problems])), "tokens": int(lengths.sum()),
+            "distinct_answers": float(np.mean([len(set(x["answers"])) for x in problems])),
+            "tokens": int(lengths.sum()),
             "greedy_pass": float(np.mean(greedy)), "lenient_greedy_pass": float(np.mean(greedy)),
             "greedy_correct": greedy, "problems": problems}
 
 
 def fake_run(folder, evals, arm="grpo", seed=0, script="train_grpo", status="ok", labbook=None, steps=20, metrics=None,
              samples=(), data="d" * 64, **flags):
-    """evals: [(step, row)]. Writes a run folder, and its start and run records where there is a labbook -> the folder."""
+    """evals: [(step, row)]. Writes a run folder, and with a labbook its start and run records -> the folder."""
     folder = Path(folder)
     folder.mkdir(parents=True)
     args = {"arm": arm, "seed": seed, "task": "arithmetic", "model": "data/tiny", "max_steps": steps, "lr": 3e-5,
@@ -99,12 +101,14 @@ def rollouts(steps=(1, 10, 20), problems=2, samples=8, seed=0, injected=True):
             prompt = ids(f"<|user|>What is {p} + {step}? </script><b>&</b><|end|><|assistant|>")
             for i in range(samples):
                 right, cut = bool(rng.random() < 0.5), i % 5 == 4
-                pieces = [("so it is ", 1), ("[tool: 4]\n", 0) if injected and i % 4 == 1 else ("", 0), (f"#### {p + step}", 1)]
+                tool = ("[tool: 4]\n", 0) if injected and i % 4 == 1 else ("", 0)
+                pieces = [("so it is ", 1), tool, (f"#### {p + step}", 1)]
                 tokens, mask = list(prompt), [0] * len(prompt)
                 for text, m in pieces:
                     tokens += ids(text)
                     mask += [m] * len(ids(text))
-                out.append({"step": step, "id": f"p{p}", "sample": i, "ids": tokens, "prompt_length": len(prompt), "mask": mask,
-                            "text": "so it is", "finish": "length" if cut else "eos", "reward": float(right and not cut),
-                            "adv": 0.0 if p == 1 else 1.0, "right": right and not cut, "lenient": right, "answer": None})
+                out.append({"step": step, "id": f"p{p}", "sample": i, "ids": tokens, "prompt_length": len(prompt),
+                            "mask": mask, "text": "so it is", "finish": "length" if cut else "eos",
+                            "reward": float(right and not cut), "adv": 0.0 if p == 1 else 1.0,
+                            "right": right and not cut, "lenient": right, "answer": None})
     return out
