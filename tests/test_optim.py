@@ -4,7 +4,8 @@ recomputing layers by the memory at hand.
 """
 import copy
 import io
-import subprocess
+import runpy
+import signal
 import sys
 import types
 
@@ -185,25 +186,26 @@ def test_a_sampler_with_old_weights_stops_the_run(optim, compute):
             check(2, model, stale, trained)
 
 
-def test_a_poisoned_engine_stops_the_training_script(guesser, tasks, tmp_path):
-    code = """
-import runpy, sys
-import engine
-refresh = engine.Engine.refresh
-def poisoned(self):
-    refresh(self)
-    self.norm = self.norm * 0.5
-engine.Engine.refresh = poisoned
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+def test_a_poisoned_engine_stops_the_training_script(guesser, tasks, tmp_path, monkeypatch):
+    refresh = Engine.refresh
+
+    def poisoned(self):
+        refresh(self)
+        self.norm = self.norm * 0.5
+
     args = ["train_grpo.py", "--model", guesser, "--tasks-dir", tasks, "--lr", "1e-3", "--prompts-per-step", "2",
             "--num-generations", "2", "--max-new", "8", "--eval-n", "0", "--output-dir", tmp_path / "run",
             "--labbook", tmp_path / "lb.md", "--max-steps", "3"]
-    done = subprocess.run([sys.executable, "-c", code, *map(str, args)], cwd=helpers.ROOT, capture_output=True,
-                          text=True, timeout=120, env=helpers.script_env())
-    assert done.returncode == 1 and "step 1: log-probs of sampler and trainer differ by" in done.stderr, done.stderr
-    assert len(done.stderr.strip().split("\n")) == 1
+    monkeypatch.setattr(Engine, "refresh", poisoned)
+    monkeypatch.setattr(sys, "argv", [str(a) for a in args])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)   # the script sets it and two signals: put back after
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(RunError, match=r"step 1: log-probs of sampler and trainer differ by \d"):
+            runpy.run_path(str(helpers.ROOT / "train_grpo.py"), run_name="__main__")
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
