@@ -293,12 +293,13 @@ def race(args, m, table, folder, makers):
                         raise
                     table.add(case, name, "failed", note=short(e))
                     del took[name]
-                    free_memory()
-                    continue
-                if fresh:
+                    ready.pop(name, None)
+                if name not in took:
+                    free_memory()   # here, where the error no longer holds what it was about
+                elif fresh:
                     table.add(f"start until the first {rows} samples", name, m.ready_s + took[name][0], "s",
                               note=f"with {m.ready_s:.1f} s for Python, torch and the device; no compile cache")
-        rates = {**rates, rows: tokens / statistics.median(took["ours"][1:])}
+        rates[rows] = tokens / statistics.median(took["ours"][1:])
         for name, seconds in took.items():
             rate = tokens / statistics.median(seconds[1:])
             note = "" if name == "ours" else f"ours is {rates[rows] / rate:.2f} x as fast"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The README's table of speed and memory on one GPU: one labbook record a line below. Parts, so that each fits a short
-# lease of the machine (about 5, 5 and 4 minutes on an H200 with every rival installed, a third of that without):
+# The README's table of speed and memory on one GPU: one labbook record a line below. Parts, so that each fits ten
+# minutes (about 5, 5 and 4 on an H200 with every rival installed, a third of that without):
 #   bash runs/bench_gpu.sh [rollout-135m | rollout-1.5b | train | all]
 # Rivals that are not installed are said in the table. AGAINST="" leaves the rivals out; SMOL is the folder of
 # SmolLM2-135M-Instruct (python data/smollm2/prepare.py), REPEATS and LABBOOK as in bench.py.
