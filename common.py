@@ -49,8 +49,12 @@ class RunError(Exception):
 
 
 def disk_is_full(error):
-    """Also where the error comes from the libraries that write tensors, which have classes of their own."""
-    return isinstance(error, OSError) and error.errno == errno.ENOSPC or "No space left on device" in str(error)
+    """Also where a library that writes tensors raised an error of its own on the way."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC or "No space left on device" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def fail_in_one_line(run=None):
@@ -139,7 +143,7 @@ def add_run_flags(parser, task=True, pool=False):
     g.add_argument("--wandb", action=argparse.BooleanOptionalAction, default=False, help="log to Weights & Biases too")
     g.add_argument("--device", default="auto", help="cuda, mps, cpu, or auto: the first that is there")
     g.add_argument("--precision", default="auto", choices=["auto", "fp32", "bf16"],
-                   help="dtype of the products; that of the weights is --optim's (auto: bf16 on cuda, fp32 elsewhere)")
+                   help="dtype of the products (auto: bf16 on cuda, fp32 elsewhere)")
 
 
 def add_task_flags(g):

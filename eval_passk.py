@@ -211,7 +211,7 @@ def get_args(argv=None):
     p.add_argument("--notes", default="", help="free text for the record")
     p.add_argument("--device", default="auto", help="cuda, mps, cpu, or auto: the first that is there")
     p.add_argument("--precision", default="auto", choices=["auto", "fp32", "bf16"],
-                   help="dtype of the products; master weights are fp32 (auto: bf16 on cuda, fp32 elsewhere)")
+                   help="dtype of the products (auto: bf16 on cuda, fp32 elsewhere)")
     args = common.parse_args(p, argv)
     if args.k and max(args.k) > (1 if args.greedy else args.n):
         p.error(f"--k {max(args.k)} needs at least as many samples; --n is {1 if args.greedy else args.n}")

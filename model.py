@@ -442,8 +442,9 @@ def save_checkpoint(folder, model, tokenizer, optimizer, state):
     """The model in Hugging Face format, and resume.pt with the optimizer and `state` (a dict of plain values)."""
     save_model(model, folder, tokenizer)
     tmp = Path(folder) / "resume.pt.tmp"
-    torch.save({"optimizer": optimizer.state_dict(), **state}, tmp)
-    with open(tmp, "rb") as f:
+    with open(tmp, "wb") as f:   # not a path: a full disk then says so in an OSError
+        torch.save({"optimizer": optimizer.state_dict(), **state}, f)
+        f.flush()
         os.fsync(f.fileno())
     os.replace(tmp, Path(folder) / "resume.pt")
 
