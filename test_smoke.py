@@ -20,6 +20,7 @@ import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -149,10 +150,13 @@ def main():
         command = [sys.executable, str(ROOT / "test_smoke.py"), *sys.argv[1:]]
         processes = [subprocess.Popen([*command, "--worker", folder, str(i)],
                                       env={**os.environ, "OMP_NUM_THREADS": "1"}) for i in range(args.workers)]
-        try:
-            codes = [process.wait() for process in processes]
-        except KeyboardInterrupt:
-            codes = [process.wait() for process in processes]   # the terminal has told them too
+
+        def stop(number, frame):
+            for process in processes:
+                process.send_signal(signal.SIGINT)   # pytest's way to end: fixtures are cleaned up
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stop)
+        codes = [process.wait() for process in processes]
         files = [Path(folder) / f"{i}.json" for i in range(args.workers)]
         results = [json.loads(f.read_text()) if f.exists() else None for f in files]
     return report(results, codes, time.time() - start)
