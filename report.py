@@ -39,7 +39,7 @@ from common import ROOT, UserError
 
 # what tells two runs apart without being a setting of the experiment
 BOOKKEEPING = {"seed", "output_dir", "labbook", "notes", "resume", "curves", "predict", "wandb", "price_per_hour",
-               "keep", "save_every", "preset", "arm"}
+               "keep", "save_every", "preset", "arm", "eval_every", "eval_kl", "any_pool"}
 CONDITIONS = ("task", "split", "template_sha256", "n", "temperature", "limit", "extractor", "max_new", "seed")
 CONTROLS = ("random_reward", "permuted_reward", "format_only")
 TUNING = 100   # seeds from here on chose settings
@@ -205,16 +205,16 @@ class Study:
     name: str = ""
 
     def find(self, name):
-        """'grpo', or 'grpo_length_penalty:0.5' with a lam -> the first such condition, or None."""
+        """'grpo', or 'grpo_length_penalty:0.5' with a lam -> such a condition, the one of most seeds, or None."""
         arm, _, lam = name.partition(":")
-        for c in self.conditions:
-            if c.arm == arm and (not lam or float(c.runs[0].args.get("lam") or 0) == float(lam)):
-                return c
+        found = [c for c in self.conditions if c.arm == arm and c.runs[0].args.get("lr") != 0
+                 and (not lam or float(c.runs[0].args.get("lam") or 0) == float(lam))]
+        return max(found, key=lambda c: len(c.runs), default=None)
 
 
 def settings(run):
     """Every setting by name that may tell two runs apart, the seed and bookkeeping aside."""
-    own = {k: v for k, v in run.args.items() if k not in BOOKKEEPING}
+    own = {k: v for k, v in run.args.items() if k not in BOOKKEEPING and v is not None}   # None: as if not there
     return {"script": run.script, "arm": run.arm, **own, "data": [d.get("sha256") for d in run.data]}
 
 
@@ -263,8 +263,8 @@ def make_conditions(runs, said):
         for i, group in enumerate(several):
             values, words = settings(group[0]), [arm]
             words += [f"lam {values['lam']:g}"] if values.get("lam") is not None else []
-            words += [f"{k} {str(values.get(k))[:24]}" for k in told[:3] if k != "data"]
-            words += [f"({i + 1})"] if "data" in told or len(told) > 3 else []
+            words += [f"{k} {str(values.get(k, 'default'))[:24]}" for k in told[:3] if k != "data"]
+            words += [f"({i + 1})"] if " ".join(words) in {c.label for c in out} else []
             out.append(Condition(" ".join(words), arm, one_a_seed(group, " ".join(words), said), look_of(arm, i)))
     return out
 
@@ -291,11 +291,12 @@ def one_a_seed(group, label, said):
 
 def make_studies(runs, evals, said):
     """-> studies, the largest first. Failed and unfinished runs and tuning seeds are kept aside in `lost`."""
-    groups = defaultdict(list)
+    def key(run):
+        return str(run.args.get("task")), str(run.model.get("sha256"))
+    groups, studies = defaultdict(list), []
     for run in runs:
-        if run.evals:
-            groups[(str(run.args.get("task")), str(run.model.get("sha256")))].append(run)
-    studies = []
+        if key(run) in {key(r) for r in runs if r.evals}:
+            groups[key(run)].append(run)
     for (task, sha), group in sorted(groups.items(), key=lambda g: -len(g[1])):
         used = [r for r in group if r.status == "ok" and r.seed < TUNING and any(r.final(s) for s in r.evals)]
         if tuned := [r.name for r in group if r.seed >= TUNING]:
@@ -306,6 +307,11 @@ def make_studies(runs, evals, said):
         for row in [r.base(s) for r in used for s in splits] + again:
             if row and row["split"] in splits:
                 base.setdefault(row["split"], row)
+        for x, row in base.items():
+            own = [b for r in used if (b := r.base(x)) and not differing_rows(b, row)]
+            if any(b["pass_at"] != row["pass_at"] for b in own):
+                said.append(f"{task} {x}: step 0 is not the same in all runs, though its conditions are (another "
+                            f"device, precision or version); each run is read against its own")
         noise = [e for e in again if e["split"] in base and e["seed"] != base[e["split"]]["seed"]
                  and not differing_rows(e, base[e["split"]], ("seed",))]
         studies.append(Study(task, group[0].model, make_conditions(used, said), families[0] if families else splits[0],
@@ -532,6 +538,8 @@ def difference(x, y):
 def change(study, c, split, key, start=True):
     """Effect of training on a number of the evaluation: last minus step 0 (start=False: the last itself)."""
     before, after = c.rows(split, study.base.get(split))
+    if any(differing_rows(b, a) for b, a in zip(before, after)):
+        return None
     pairs = [(scalar(b, key), scalar(a, key)) for b, a in zip(before, after)]
     values = [a - b * start for b, a in pairs if a is not None and b is not None]
     if not values:
@@ -689,13 +697,14 @@ def margin_for(records, split, runs):
     for i, r in enumerate(records):
         if r.get("kind") in ("start", "run"):
             starts.setdefault(r.get("run_id"), i)
-    if absent := [r.name for r in runs if r.name not in starts]:
+    names = [r.record.get("run_id", r.name) for r in runs]
+    if absent := [x for x in names if x not in starts]:
         return None, f"refused: the lab book holds no start of {absent[0]}, so which came first cannot be told"
-    first = min(runs, key=lambda r: starts[r.name])
-    older = [m for m in margins if m[0] < starts[first.name]]
+    first = min(names, key=starts.get)
+    older = [m for m in margins if m[0] < starts[first]]
     if not older:
-        return None, (f"refused: the margin of {margins[0][1]['time']} is younger than the run {first.name}, which it "
-                      f"would judge")
+        return None, (f"refused: the margin of {margins[0][1]['time']} is younger than the run {first}, which it would "
+                      f"judge")
     late = f"; {len(margins) - len(older)} later one(s) do not count" if len(margins) > len(older) else ""
     return parse_margin(older[-1][1]["text"]), f"margin of {older[-1][1]['time']}: {older[-1][1]['text']}{late}"
 
@@ -1082,8 +1091,8 @@ def verdict_table(study, verdicts, margins):
                 rows.append([c.label, split, str(v["seeds"]), *["-"] * 7, f"refused: {', '.join(v['why'])}", "-"])
                 continue
             flips = "; ".join(f"{f['repairs']} up {f['breakages']} down p {f['p']:.3f}" for f in v["flips"]) or "-"
-            margin, said = margins[split]
-            level = margin_level(margin, v) if margin and not c.control else said.split(":")[0] if not margin else "-"
+            margin, said = margins.get((c.label, split), (None, "-"))
+            level = margin_level(margin, v) if margin else said
             rows.append([c.label, split, str(v["seeds"]), number_text(v["before"]), number_text(v["after"]),
                          f"{v['gain']:+.3f} [{v['ci95'][0]:+.3f}, {v['ci95'][1]:+.3f}]", number_text(v["spread"]),
                          number_text(2 * v["se"]), f"{v['lenient']['gain']:+.3f}", flips,
@@ -1183,7 +1192,7 @@ def sentences(study, verdicts, margins, records):
             elif v["code"] == "refused":
                 clauses.append(f"on {family} the comparison is refused ({', '.join(v['why'])})")
             else:
-                margin, _ = margins[split]
+                margin, _ = margins[c.label, split]
                 clauses.append(f"on {family}, {in_words(v, split)}" + (f" [{v['control']}]" if v.get("control") else "")
                                + (f" [by the margin: {margin_level(margin, v)}]" if margin else ""))
         pair = baseline and compare(study, c, baseline, study.inside)
@@ -1256,6 +1265,16 @@ def by_step(study, c, split, key):
     return dict(sorted(out.items()))
 
 
+def metric_by_step(c, key):
+    """The same from metrics.jsonl."""
+    out = defaultdict(list)
+    for r in c.runs:
+        for m in r.metrics:
+            if m.get(key) is not None:
+                out[m["step"]].append(m[key])
+    return dict(sorted(out.items()))
+
+
 def draw_band(ax, c, points):
     """points {x: values over seeds}: the mean as a line, lowest to highest seed as a band."""
     if not points:
@@ -1319,12 +1338,7 @@ def fig_opd(s, _):
     fig, axes = panels(2)
     for ax, key, title in zip(axes, ("loss", "entropy"), ("loss: KL(student, teacher)", "entropy in training (nats)")):
         for c in arms:
-            points = defaultdict(list)
-            for r in c.runs:
-                for m in r.metrics:
-                    if m.get(key) is not None:
-                        points[m["step"]].append(m[key])
-            draw_band(ax, c, dict(sorted(points.items())))
+            draw_band(ax, c, metric_by_step(c, key))
         ax.set(title=title, xlabel="step")
     legend(fig, axes)
     return fig, BAND
@@ -1461,27 +1475,22 @@ def fig_reward(s, rewards):
 def fig_kl(s, _):
     fig, (ax,) = panels(1)
     fig.set_size_inches(6.4, 4)
-    without, used = [], set()
+    measured = {c.label: by_step(s, c, s.inside, "kl") for c in s.conditions}
+    source = f"evaluations on {s.inside} (--eval-kl)"
+    if not any(measured.values()):   # then from the arms that have a KL term; opd's is to its teacher, not to the start
+        source = "training steps, the KL term's own estimate"
+        for c in s.conditions:
+            if c.arm != "opd":
+                measured[c.label] = metric_by_step(c, "kl")
     for c in s.conditions:
-        points = by_step(s, c, s.inside, "kl")
-        used |= {"evaluations"} if points else set()
-        if not points:
-            points = defaultdict(list)
-            for r in c.runs:
-                for m in r.metrics:
-                    if m.get("kl") is not None:
-                        points[m["step"]].append(m["kl"])
-            used |= {"training steps (the KL term's own estimate)"} if points else set()
-        if points:
-            draw_band(ax, c, dict(sorted(points.items())))
-        else:
-            without.append(c.label)
-    if not used:
-        raise Missing("no arm measured its KL to the start")
+        draw_band(ax, c, measured[c.label])
+    if not any(measured.values()):
+        raise Missing("no arm measured its KL to the start (--eval-kl)")
+    without = [label for label, points in measured.items() if not points]
     ax.set(xlabel="step", ylabel="KL to the start (nats a token)")
     legend(fig, [ax])
     absent = f"; not measured: {', '.join(without)}" if without else ""
-    return fig, f"{BAND}. From {' and '.join(sorted(used))}{absent}"
+    return fig, f"{BAND}. From {source}{absent}"
 
 
 def fig_slope(s, _):
@@ -1732,7 +1741,8 @@ figure { margin: 1.2rem 0 } figure img { max-width: 100%; height: auto } .said l
 title="{{ '%+.1f%%' % (100 * c[1]) }}"{% endif %}>{{ c[0] }}</td>{% endif %}{% endfor %}</tr>{% endfor %}
 </tbody></table></div><p class="note">{{ t.note }}</p>{% endmacro %}
 {% for s in studies %}<section id="s{{ loop.index }}"><h2>{{ s.title }}</h2><p class="note">{{ s.about }}</p>
-<ul class="said">{% for x in s.sentences %}<li>{{ x }}</li>{% endfor %}</ul>
+<ul class="said">{% for x in s.sentences %}
+<li><strong>{{ x.split(',', 1)[0] }}</strong>,{{ x.split(',', 1)[1] }}</li>{% endfor %}</ul>
 {% for t in s.tables %}<h2>{{ t.title }}</h2>{% if t.folded %}
 <details><summary>{{ t.rows|length }} rows</summary>{{ show(t) }}</details>{% else %}{{ show(t) }}{% endif %}
 {% endfor %}
@@ -1855,14 +1865,15 @@ def report(args):
         verdicts = {(c.label, x): v for c in s.conditions for x in s.splits if (v := judge_condition(s, c, x))}
         for (_, x), v in verdicts.items():
             v["split"] = x
-        margins = {x: margin_for(records, x, [r for c in s.conditions for r in c.runs]) for x in s.splits}
+        margins = {(c.label, x): margin_for(records, x, c.runs)
+                   for c in s.conditions if not c.control for x in s.splits}
         for c in s.conditions:
             for x in s.splits:
                 if (v := verdicts.get((c.label, x))) and v["code"] in ("effect", "format") and not c.control:
                     v["control"] = control_note(s, c, v, verdicts)
         tables = [final_table(s), runs_table(s, records), verdict_table(s, verdicts, margins), findings_table(s),
                   control_table(s), comparison_table(s), budget_table(s)]
-        tables[2]["note"] += " Margins: " + "; ".join(f"{x}: {m[1]}" for x, m in margins.items()) + "."
+        tables[2]["note"] += "".join(f" By the {x}." for x in dict.fromkeys(m[1] for m in margins.values() if m[0]))
         if problems and records:
             tables[2]["note"] += " The lab book's chain is broken (see Lab book): a margin may have been edited."
         said += [f"table {t['title']} left out: no such runs" for t in tables if not t["rows"]]
@@ -1877,7 +1888,8 @@ def report(args):
         verdict_rows += [{"study": title, "arm": c, "split": x, **v,
                           "in_words": "refused" if v["code"] == "refused" else in_words(v, x)}
                          for (c, x), v in verdicts.items()]
-    if outside := [r.name for r in runs if not r.evals]:
+    shown_runs = {id(r) for s in studies for r in [*s.lost, *(r for c in s.conditions for r in c.runs)]}
+    if outside := [r.name for r in runs if not r.evals and id(r) not in shown_runs]:
         said.append(f"runs without evaluations, in no figure: {', '.join(outside)}")
     for line in said[before:]:
         print(line)

@@ -80,6 +80,17 @@ def test_a_control_without_gain_is_not_named(tmp_path):
     assert report.control_note(study, study.find("grpo"), verdicts["grpo", "heldout-same"], verdicts) == ""
 
 
+def test_a_learning_rate_of_0_is_a_control_and_not_the_arm(tmp_path):
+    arm_runs(tmp_path / "a", [0.0, 0.0, 0.0], lr=0.0)
+    arm_runs(tmp_path / "b", [0.1, 0.1], lr=None)
+    runs = [report.load_run(p, []) for p in sorted(tmp_path.glob("*/*"))]
+    said = []
+    study, = report.make_studies(runs, [], said)
+    assert {c.label: c.control for c in study.conditions} == {"grpo lr 0.0": True, "grpo lr default": False}
+    assert study.find("grpo").label == "grpo lr default" and not any("lr 0.0" in x for x in said)
+    assert [r[0] for r in report.control_table(study)["rows"]] == ["untrained", "grpo lr 0.0", "grpo lr default"]
+
+
 def test_better_in_the_strict_reading_only(tmp_path):
     arm_runs(tmp_path, [0.0625, 0.09375, 0.09375], base=np.linspace(0.1, 0.6, P), lenient=np.full(P, 0.9))
     v, words = verdict(tmp_path)
@@ -209,8 +220,9 @@ def test_tuning_seeds_and_failed_runs_enter_no_verdict(tmp_path):
     rows = [(0, evaluation(MIDDLE, exact=True)), (20, evaluation(MIDDLE, exact=True))]
     fake_run(tmp_path / "tune", rows, seed=100)
     fake_run(tmp_path / "bad", rows[:1], seed=3, status="failed")
+    fake_run(tmp_path / "worse", [], seed=4, status="failed")    # it died before its first evaluation
     study, said = study_of(tmp_path)
-    assert study.find("grpo").seeds == [0, 1, 2] and {r.name for r in study.lost} == {"tune", "bad"}
+    assert study.find("grpo").seeds == [0, 1, 2] and {r.name for r in study.lost} == {"tune", "bad", "worse"}
     assert any("tuning runs" in x for x in said)
     rows = report.runs_table(study, [])["rows"]
     assert ["grpo (bad)", "3", "failed"] in [r[:3] for r in rows] and any("tuning" in r[2] for r in rows)
@@ -230,7 +242,7 @@ def test_the_short_form():
 
 
 def test_three_levels():
-    rule = "heldout-different: success if gain > max(spread, 2*se) and gain > 0.02; weak if gain > se; useless otherwise"
+    rule = "heldout-different: success if gain > spread and gain > 2*se; weak if gain > se; useless otherwise"
     assert [level(rule, g) for g in (0.06, 0.03, 0.01, -1)] == ["success", "weak", "useless", "useless"]
 
 
