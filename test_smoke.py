@@ -51,6 +51,11 @@ class Worker:
 
     def __init__(self, folder, number):
         self.folder, self.number, self.skips, self.failures, self.tests = Path(folder), number, [], [], []
+        self.terminal = os.fdopen(os.dup(1), "w")   # pytest captures what is printed
+
+    def say(self, text):
+        self.terminal.write(text)
+        self.terminal.flush()
 
     def count(self, word, report):
         self.tests.append([report.nodeid, word, getattr(report, "duration", 0.0)])
@@ -59,8 +64,8 @@ class Worker:
             self.skips.append([reason.removeprefix("Skipped: "), report.nodeid])
         if word in ("failed", "error"):
             self.failures.append([word.upper(), report.nodeid])
-            print(f"\n{'_' * 20} {report.nodeid} ({report.when}) {'_' * 20}\n{report.longreprtext}\n"
-                  + "".join(f"--- {name}\n{text}\n" for name, text in report.sections), flush=True)
+            self.say(f"\n{'_' * 20} {report.nodeid} ({report.when}) {'_' * 20}\n{report.longreprtext}\n"
+                     + "".join(f"--- {name}\n{text}\n" for name, text in report.sections))
 
     def pytest_collectreport(self, report):
         if self.number == 0 and report.failed:   # every process collects all files: one of them speaks of it
@@ -79,7 +84,7 @@ class Worker:
             if hasattr(report, "wasxfail"):
                 outcome = "xfailed" if report.skipped else "xpassed"
             self.count(outcome, report)
-            print({"passed": ".", "skipped": "s"}.get(outcome, ""), end="", flush=True)
+            self.say({"passed": ".", "skipped": "s"}.get(outcome, ""))
         else:   # the time of fixtures counts for the file
             self.tests.append([report.nodeid, "", report.duration])
 
@@ -194,6 +199,8 @@ def report(results, codes, seconds):
     for word, name in failures:
         print(f"{word} {name}")
     ran = counts["passed"] + counts["failed"] + counts["error"] + counts["skipped"]
+    if 2 in codes:
+        print("INTERRUPTED: the rest did not run")
     code = 2 if 2 in codes else 1 if failures else 0 if ran else 5   # as pytest's: interrupted, failed, fine, no tests
     print(f"device: {describe_device()}")
     minutes = f" ({seconds // 3600:.0f}:{seconds // 60 % 60:02.0f}:{seconds % 60:02.0f})" if seconds >= 60 else ""
