@@ -258,7 +258,8 @@ def make_conditions(runs, said):
         by_arm[group[0].arm].append(group)
     out = []
     for arm in sorted(by_arm, key=lambda a: (list(LOOKS).index(a) if a in LOOKS else 99, a)):
-        several = sorted(by_arm[arm], key=lambda g: json.dumps(settings(g[0]), sort_keys=True))
+        several = sorted(by_arm[arm], key=lambda g: (g[0].args.get("lr") == 0,    # the arm itself before its control
+                                                     json.dumps(settings(g[0]), sort_keys=True)))
         told = sorted({k for a, b in combinations(several, 2) for k in differing(a[0], b[0])} - {"lam"})
         for i, group in enumerate(several):
             values, words = settings(group[0]), [arm]

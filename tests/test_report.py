@@ -88,7 +88,7 @@ def test_a_learning_rate_of_0_is_a_control_and_not_the_arm(tmp_path):
     study, = report.make_studies(runs, [], said)
     assert {c.label: c.control for c in study.conditions} == {"grpo lr 0.0": True, "grpo lr default": False}
     assert study.find("grpo").label == "grpo lr default" and not any("lr 0.0" in x for x in said)
-    assert [r[0] for r in report.control_table(study)["rows"]] == ["untrained", "grpo lr 0.0", "grpo lr default"]
+    assert [r[0] for r in report.control_table(study)["rows"]] == ["untrained", "grpo lr default", "grpo lr 0.0"]
 
 
 def test_better_in_the_strict_reading_only(tmp_path):
