@@ -139,6 +139,8 @@ def add_run_flags(parser, task=True, pool=False):
     g.add_argument("--save-every", type=number(int, 0), default=25, help="steps between checkpoints (0: last only)")
     g.add_argument("--keep", type=number(int, 1), default=1, help="checkpoints kept, the last ones")
     g.add_argument("--notes", default="", help="free text for the record")
+    g.add_argument("--predict", nargs="+", default=[], metavar="'KEY OP NUMBER'",
+                   help="what is expected of this run, like 'heldout-same.pass@1 >= 0.6', recorded before it starts")
     g.add_argument("--price-per-hour", type=number(float, 0), default=None, help="price of the machine, any currency")
     g.add_argument("--wandb", action=argparse.BooleanOptionalAction, default=False, help="log to Weights & Biases too")
     g.add_argument("--device", default="auto", help="cuda, mps, cpu, or auto: the first that is there")
@@ -204,11 +206,30 @@ def parse_args(parser, argv=None, presets=None):
             parser.error(f"--resume {early.resume}: no run folder with a config.json ({type(e).__name__}: {e})")
         parser.set_defaults(**known)
     args = parser.parse_args(argv)
+    has = vars(args)
+    for flag, reader, needs in [("any_pool", "pool", "--pool"), ("limit_other", "eval_other", "--eval-other"),
+                                ("eval_n_other", "eval_n", "--eval-n above 0"),
+                                ("eval_every", "eval_n", "--eval-n above 0"),
+                                ("eval_kl", "eval_n", "--eval-n above 0")]:
+        if flag in has and reader in has:
+            refuse_unread(parser, args, (flag, has[reader], needs))
     for key, value in known.items():
         if key not in MAY_CHANGE and getattr(args, key) != value:
             parser.error(f"--{key.replace('_', '-')} {getattr(args, key)} differs from the resumed run's {value}; "
                          f"only --max-steps and --device may change")
     return args
+
+
+def refuse_unread(parser, args, *rules):
+    """rules: (flag, whether it is read, what makes it read). A flag that was set and is not read is an error."""
+    for flag, read, needs in rules:
+        if not read and getattr(args, flag) != parser.get_default(flag):
+            parser.error(f"--{flag.replace('_', '-')} is read only with {needs}")
+
+
+def is_tiny(model):
+    """Whether --model means the embedded base, however its path is written."""
+    return Path(model).resolve() == ROOT / "data" / "tiny"
 
 
 def pick_device(name):
@@ -598,6 +619,8 @@ class Run:
             name = f"{self.script}-{arm}-{getattr(args, 'task', 'text')}-s{args.seed}-{stamp}"
             self.folder = ROOT / "runs" / name
         check_writable(args.labbook)
+        for text in args.predict:
+            parse_prediction(text)
         if args.curves and not Path(args.curves).parent.is_dir():   # now, not after hours of training
             raise UserError(f"--curves {args.curves}: {Path(args.curves).parent} is no folder")
         if args.wandb and not importlib.util.find_spec("wandb"):
@@ -611,14 +634,17 @@ class Run:
         self.stopped = signal.Signals(number).name
         print(f"\n{self.stopped}: the step is finished, then all is saved (once more to stop at once)", flush=True)
 
-    def start(self, model, data, device):
-        """Makes the folder, config.json, a copy of the script, the start record. model: a folder; data: task files."""
-        self.device = device
+    def start(self, model, data, device, used):
+        """
+        Makes the folder, config.json, a copy of the script, the start record. model: a folder; data: task files; used:
+        what flags without a value came to (a default that hangs on the arm, the number of steps).
+        """
+        self.device, self.used = device, used
         self.model = {"name": self.args.model, "sha256": sha256_model(model)} if model else {"name": None}
         self.data = [{"path": short_path(p), "sha256": sha256_file(p),
                       "rows": sum(1 for line in open(p, "rb") if line.strip())} for p in data]
         script = Path(sys.argv[0]).resolve()
-        config = {"args": vars(self.args), "arm": self.arm, "argv": sys.argv[1:], "git": git_state(),
+        config = {"args": vars(self.args), "used": used, "arm": self.arm, "argv": sys.argv[1:], "git": git_state(),
                   "versions": versions(), "device": device_name(device), "model": self.model, "data": self.data,
                   "script_sha256": sha256_file(script)}
         if self.args.resume:
@@ -637,6 +663,8 @@ class Run:
         if self.args.wandb:
             import wandb
             self.wandb = wandb.init(project="nanopost", name=self.folder.name, config=vars(self.args))
+        for text in [] if self.args.resume else self.args.predict:
+            record_prediction(self.args.labbook, self.folder.name, text)
         append_record(self.args.labbook, self._record("start"),
                       f"- {time.strftime('%Y-%m-%d %H:%M')} start {self.folder.name}")
         if torch.cuda.is_available():
@@ -654,7 +682,7 @@ class Run:
                 raise UserError(f"--output-dir {self.folder}: cannot be made ({e.strerror})") from e
 
     def _record(self, kind, **more):
-        args = {k: v for k, v in vars(self.args).items() if k not in ("resume", "labbook", "curves", "notes")}
+        args = {**recorded_flags(self.args), **self.used}
         return {"kind": kind, "run_id": self.folder.name, "parent": None,
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "script": self.script, "arm": self.arm,
                 "task": getattr(self.args, "task", None), "model": self.model, "data": self.data,
@@ -769,6 +797,12 @@ class Run:
         where = self.folder / "checkpoint"
         kept = f"; last good checkpoint: {where.resolve().name}" if where.exists() else "; no checkpoint yet"
         return f" (run folder {self.folder}{kept})"
+
+
+def recorded_flags(args):
+    """The flags that a record keeps: all but where it is written and what only one machine has."""
+    return {k: v for k, v in vars(args).items() if k not in (
+        "resume", "labbook", "curves", "notes", "out", "predict")}
 
 
 def finite(x):

@@ -159,6 +159,7 @@ def evaluate_splits(engine, tokenizer, task, limit, n, max_new, seed, stop=(), o
     for t, split in [(task, split) for split in task.splits] + ([(other, s) for s in other.splits] if other else []):
         rows = t.load(split, limit if t is task else limit_other or limit)
         samples = n if not results else n_other or n
+        print(f"evaluating {t.name} {split}: {len(rows)} problems x {samples} samples, and greedy", flush=True)
         result, _ = evaluate(engine, tokenizer, t, rows, samples, max_new, seed=seed, stop=stop, start=start)
         greedy, _ = evaluate(engine, tokenizer, t, rows, 1, max_new, greedy=True, stop=stop)
         results[split if t is task else f"{t.name}-{split}"] = {
@@ -315,7 +316,7 @@ if __name__ == "__main__":
                   "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "script": "eval_passk", "arm": None,
                   "task": task.name, "model": {"name": args.model, "sha256": model_sha256},
                   "data": [{"path": common.short_path(path), "sha256": common.sha256_file(path), "rows": len(rows)}],
-                  "seed": args.seed, "config": vars(args),
+                  "seed": args.seed, "config": common.recorded_flags(args),
                   "budget": {"prompts": len(rows), "rollouts": rollouts, "tokens_sampled": result["tokens"],
                              "tokens_trained": 0, "wall_s": round(time.time() - start, 1)},
                   "losses": {}, "scores": common.finite(scores), "status": "ok", "git": common.git_state(),

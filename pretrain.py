@@ -104,7 +104,7 @@ if __name__ == "__main__":
     optimizer = common.make_optimizer(model, args.lr, args.weight_decay)
     longest = max(len(d) for d in docs)
     common.check_room(run, model, longest, args.batch_tokens // longest)
-    run.start(None, [args.data], device)
+    run.start(None, [args.data], device, {})
 
     first = 0
     if args.resume:

@@ -13,7 +13,7 @@ that follows the student.
 
 Laptop:  python train_opd.py
 GPU:     python train_opd.py --model data/smollm2 --task gsm8k --lr 1e-6 --max-new 256 --max-steps 200
-Ends with a line like  "heldout-same pass@1 0.352 -> 0.600 (greedy 0.500 -> 0.717)  run folder runs/train_opd-..."
+Ends with a line like  "heldout-same pass@1 A -> B (greedy C -> D); ...  S s  run folder runs/train_opd-..."
 """
 import copy
 import math
@@ -77,7 +77,7 @@ def get_args(argv=None):
     if args.max_steps % args.updates_per_rollout:
         p.error(f"--max-steps {args.max_steps} must be a multiple of --updates-per-rollout {args.updates_per_rollout} "
                 f"({args.max_steps - args.max_steps % args.updates_per_rollout} works)")
-    if args.lr is None and args.model != "data/tiny":
+    if args.lr is None and not common.is_tiny(args.model):
         p.error(f"--lr has a default for data/tiny only; for {args.model} give --lr (1e-6 is usual for all "
                 f"weights of a 0.1B to 2B model) or --preset")
     return args
@@ -143,7 +143,8 @@ if __name__ == "__main__":
     engine = Engine(model, tokenizer, slots=args.slots)
     longest = max(size for size in sizes if size <= room) + args.max_new
     common.check_room(run, model, longest, args.prompts_per_step * args.num_generations, args.slots)
-    run.start(folder, [source] + [t.path(split) for t, split in held_out], device)
+    run.start(folder, [source] + [t.path(split) for t, split in held_out], device,
+              {"lr": lr})
 
     first = 0
     if args.resume:

@@ -935,7 +935,7 @@ def start(tmp_path, monkeypatch):
         args.model = "some/model"
         run = common.Run(args, "grpo")
         if begin:
-            run.start(tiny_folder(tmp_path / "m"), [tasks], torch.device("cpu"))
+            run.start(tiny_folder(tmp_path / "m"), [tasks], torch.device("cpu"), {})
         return run
 
     make.book, make.tasks = book, tasks
@@ -1112,7 +1112,7 @@ def test_a_resumed_run_must_meet_the_same_script_model_and_data(tmp_path, start)
     resumed = start("--resume", run.folder, begin=False)
     save_model(tiny_model(seed=9), tmp_path / "other")
     with pytest.raises(UserError, match="model has changed"):
-        resumed.start(tmp_path / "other", [start.tasks], torch.device("cpu"))
+        resumed.start(tmp_path / "other", [start.tasks], torch.device("cpu"), {})
 
 
 def test_curves_of_a_run_without_evaluations_and_of_one_without_steps(tmp_path):
