@@ -522,7 +522,7 @@ def test_every_flag_of_the_method_is_in_the_table_above():
                  "optim"}                                                                   # test_common.py
     records = {"seed", "output_dir", "labbook", "curves", "resume", "save_every", "keep", "notes", "price_per_hour",
                "wandb", "device", "model", "task", "tasks_dir", "template", "limit", "eval_every", "eval_n",
-               "eval_seed"}
+               "eval_seed", "predict"}
     tested = {str(x)[2:].replace("-", "_") for flags, _, _ in EFFECTS for x in flags if str(x).startswith("--")}
     assert set(vars(grpo.get_args([]))) == tested | elsewhere | records
 
