@@ -64,9 +64,10 @@ def get_args(argv=None):
     p.add_argument("--rows", nargs="+", type=number(int, 1), default=None, help="samples at once (default: 64)")
     p.add_argument("--prompt", type=number(int, 2), default=None, help="prompt tokens (default: 128, cpu: 32)")
     p.add_argument("--new", type=number(int, 8), default=None, help="sampled tokens a row (default: 256, cpu: 64)")
-    p.add_argument("--num-generations", type=number(int, 2), default=8, help="samples a prompt")
+    p.add_argument("--num-generations", type=number(int, 2), default=8, help="answers a problem, one group")
     p.add_argument("--repeats", type=number(int, 1), default=3, help="timed rounds, after one that warms up")
-    p.add_argument("--optim", default="adamw", choices=common.OPTIMS, help="optimizer of the timed steps (train, cpu)")
+    p.add_argument("--optim", default="adamw", choices=common.OPTIMS,
+                   help="fp32 weights; bf16 weights, rounded stochastically; fp32 weights, 8-bit moments")
     p.add_argument("--device", default="auto", help="cuda, mps, cpu, or auto: the first that is there")
     p.add_argument("--precision", default="auto", choices=["auto", "fp32", "bf16"],
                    help="dtype of the products (auto: bf16 on cuda, fp32 elsewhere)")
