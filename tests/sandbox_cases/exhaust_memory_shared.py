@@ -1,6 +1,6 @@
 # goal: memory that is shared, mapped or locked, which a limit of the heap does not count
 # limits: memory_mb=256
-# expect: memory|error|fail
+# expect: memory|error|fail|timeout
 import mmap
 
 

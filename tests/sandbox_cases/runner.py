@@ -169,6 +169,12 @@ def test_each(self):
 def test_visit(self):
     each([5, 6], lambda item: self.assertEqual(item, SECRET))
 """),
+    "gather": ("each", """
+def test_gather(self):
+    near = []
+    each([5.0, 6.0], lambda item: near.append(abs(item - 5.5) < 1))
+    self.assertTrue(all(near))
+"""),
     "context": ("Box", """
 def test_value(self):
     with Box(3) as box:
@@ -367,7 +373,8 @@ def settle(wanted, seconds=2.0):
 
 def read_case(path):
     """Header fields of one attack file, with its text under `code`."""
-    case = {"name": path.stem, "kind": "both", "tests": "add", "limits": "", "runs": "1", "plain": "no", "code": path.read_text()}
+    case = {"name": path.stem, "kind": "both", "tests": "add", "limits": "", "runs": "1", "plain": "no"}
+    case["code"] = path.read_text()
     for line in case["code"].splitlines():
         if not line.startswith("# "):
             break
@@ -439,7 +446,8 @@ def faults(result, case, limits, tier, seconds):
         (len(result.output) > 1024 * (limits.output_kb + 1), f"output of {len(result.output)} characters"),
         (bool(result.per_test) and all(result.per_test), "per_test says that all passed"),
         (result.tier != tier, f"tier {result.tier!r}"),
-        (seconds > 2 * limits.wall_s + 6, f"took {seconds:.1f} s"),  # twice: a starved program is tried again
+        # a starved program has twice its wall limit, and is tried again
+        (seconds > 4 * limits.wall_s + 8, f"took {seconds:.1f} s"),
     )
     return [reason for bad, reason in checks if bad]
 
