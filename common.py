@@ -59,6 +59,7 @@ def disk_is_full(error):
 
 def fail_in_one_line(run=None):
     """Every exception that reaches the top ends in one line and an exit code; a run's record is written first."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")   # None where the caller closed it
     def hook(kind, error, trace):
         if issubclass(kind, UserError):
             text, code = str(error), 2
@@ -205,7 +206,14 @@ def parse_args(parser, argv=None, presets=None):
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             parser.error(f"--resume {early.resume}: no run folder with a config.json ({type(e).__name__}: {e})")
         parser.set_defaults(**known)
+    for action in parser._actions:
+        if action.choices and known.get(action.dest) not in (None, *action.choices):
+            parser.error(f"--resume {early.resume}: its --{action.dest} {known[action.dest]} is unknown here: "
+                         f"it is a run of another script")
     args = parser.parse_args(argv)
+    for key in ("resume", "pool", "model", "labbook", "output_dir", "tasks_dir", "template", "curves", "data"):
+        if getattr(args, key, None) == "":   # a shell variable that was not set, most likely
+            parser.error(f"--{key.replace('_', '-')} is empty")
     has = vars(args)
     for flag, reader, needs in [("any_pool", "pool", "--pool"), ("limit_other", "eval_other", "--eval-other"),
                                 ("eval_n_other", "eval_n", "--eval-n above 0"),
@@ -229,7 +237,7 @@ def refuse_unread(parser, args, *rules):
 
 def is_tiny(model):
     """Whether --model means the embedded base, however its path is written."""
-    return Path(model).resolve() == ROOT / "data" / "tiny"
+    return model.rstrip("/") == "data/tiny" or Path(model).resolve() == ROOT / "data" / "tiny"
 
 
 def pick_device(name):
@@ -486,9 +494,9 @@ def append_record(path, record, prose):
 def check_writable(path):
     """Refuses a labbook that cannot be written, without making the file: a command may be refused yet."""
     path = Path(path)
-    if path.is_dir() or not path.parent.is_dir():
+    if not path.resolve().parent.is_dir() or path.exists() and not path.is_file():
         raise UserError(f"--labbook {path}: cannot be written ("
-                        f"{'it is a folder' if path.is_dir() else f'there is no folder {path.parent}'})")
+                        f"{'it is no plain file' if path.exists() else f'there is no folder {path.parent}'})")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"--labbook {path}: cannot be written (no permission)")
 
@@ -621,8 +629,8 @@ class Run:
         check_writable(args.labbook)
         for text in args.predict:
             parse_prediction(text)
-        if args.curves and not Path(args.curves).parent.is_dir():   # now, not after hours of training
-            raise UserError(f"--curves {args.curves}: {Path(args.curves).parent} is no folder")
+        if args.curves and (Path(args.curves).is_dir() or not Path(args.curves).parent.is_dir()):
+            raise UserError(f"--curves {args.curves}: must name a file in a folder that exists")
         if args.wandb and not importlib.util.find_spec("wandb"):
             raise UserError("--wandb: the package wandb is not installed (pip install wandb)")
         for name in ("SIGINT", "SIGTERM"):
@@ -738,6 +746,21 @@ class Run:
 
     def state(self):
         return {"budget": self.budget, "wall_s": self.wall_s(), "scores": self.scores}
+
+    def resumes_at(self, step, steps):
+        """The checkpoint's step, where there is something left to do; else a UserError, before anything is written."""
+        final = self.folder / "final.json"
+        ended = final.exists() and json.loads(final.read_text(encoding="utf-8")).get("status") == "ok"
+        if step > steps or (step == steps and ended):
+            raise UserError(f"--resume {self.folder}: its checkpoint is at step {step}, and --max-steps is {steps}: "
+                            f"nothing is left to do (a larger --max-steps goes on)")
+        return step
+
+    def evaluation_due(self, first):
+        """Whether an evaluation belongs before the first step: the untrained one, or one that a kill took away."""
+        path = self.folder / "eval.jsonl"
+        seen = {row["step"] for row in read_jsonl(path)} if path.exists() else set()
+        return first == 0 or (due(first, self.args.eval_every) and first not in seen)
 
     def restore(self, step, state):
         """Back to the state at `step`: rows that later steps wrote are cut from the files, since they come again."""
@@ -955,7 +978,7 @@ def read_rows(path, check, limit=None):
             if not isinstance(row, dict):
                 raise ValueError("not a JSON object")
             check(row)
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, RecursionError) as e:
             reason = f"{e.args[0]} is missing" if isinstance(e, KeyError) else str(e)
             raise UserError(f"{path}:{i}: {reason}") from e
         rows.append(row)

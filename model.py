@@ -15,6 +15,7 @@ Left out on purpose: dropout, sliding windows, rope scaling, mixtures of experts
 import json
 import math
 import os
+import pickle
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from common import UserError
+from common import ROOT, UserError
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The shape: what config.json says, checked
@@ -56,6 +57,13 @@ class Config:
     @classmethod
     def from_dict(cls, raw, where="config.json"):
         """config.json as a dict -> Config. A feature that this file does not have is refused by name (UserError)."""
+        try:
+            return cls.read(raw, where)
+        except (TypeError, ValueError, AttributeError) as e:
+            raise UserError(f"{where}: a value of the wrong kind ({e})") from e
+
+    @classmethod
+    def read(cls, raw, where):
         archs = raw.get("architectures") or []
         if not archs:
             raise UserError(f"{where}: no `architectures`; expected one of {', '.join(ARCHITECTURES)}")
@@ -316,6 +324,8 @@ def find_folder(name):
     path = Path(name)
     if path.is_dir():
         return path
+    if (ROOT / name).is_dir():   # data/tiny from any working directory
+        return ROOT / name
     if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise UserError(f"--model {name}: no such folder (expected a folder with config.json and model.safetensors, "
                         f"or a hub id like org/name)")
@@ -389,6 +399,9 @@ def load_model(name, dtype=torch.float32, device="cpu", compute_dtype=None):
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     eos = config.raw.get("eos_token_id") if eos is None else eos
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(i, int) and 0 <= i < config.vocab_size for i in ids):
+        raise UserError(f"{folder}: eos_token_id {eos} must be ids below the vocabulary's {config.vocab_size}")
     model.eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
     return model
 
@@ -454,10 +467,13 @@ def load_checkpoint(folder, model, optimizer):
     folder = Path(folder)
     if not (folder / "resume.pt").exists():
         raise UserError(f"--resume: {folder} holds no resume.pt (the run was stopped before its first checkpoint)")
-    saved = torch.load(folder / "resume.pt", map_location="cpu", weights_only=True)
-    weights = read_tensors(folder)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(weights[name])
-    optimizer.load_state_dict(saved.pop("optimizer"))
+    try:
+        saved = torch.load(folder / "resume.pt", map_location="cpu", weights_only=True)
+        weights = read_tensors(folder)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(weights[name])
+        optimizer.load_state_dict(saved.pop("optimizer"))
+    except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as e:
+        raise UserError(f"--resume: {folder} is not whole ({type(e).__name__}: {str(e).splitlines()[0][:200]})") from e
     return saved

@@ -104,12 +104,12 @@ if __name__ == "__main__":
     optimizer = common.make_optimizer(model, args.lr, args.weight_decay)
     longest = max(len(d) for d in docs)
     common.check_room(run, model, longest, args.batch_tokens // longest)
-    run.start(None, [args.data], device, {})
-
     first = 0
     if args.resume:
         state = load_checkpoint(run.folder / "checkpoint", model, optimizer)
-        first = state["step"]
+        first = run.resumes_at(state["step"], args.max_steps)
+    run.start(None, [args.data], device, {})
+    if args.resume:
         run.restore(first, state["run"])
 
     def save(step):

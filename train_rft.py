@@ -160,13 +160,13 @@ if __name__ == "__main__":
     engine = Engine(model, tokenizer, slots=args.slots)
     longest = max(size for size in sizes if size <= room) + args.max_new
     common.check_room(run, model, longest, args.prompts_per_step * args.num_generations, args.slots)
-    run.start(folder, [source] + [t.path(split) for t, split in held_out], device,
-              {"lr": lr, "beta": beta})
-
     first = 0
     if args.resume:
         state = load_checkpoint(run.folder / "checkpoint", model, optimizer)
-        first = state["step"]
+        first = run.resumes_at(state["step"], args.max_steps)
+    run.start(folder, [source] + [t.path(split) for t, split in held_out], device,
+              {"lr": lr, "beta": beta})
+    if args.resume:
         run.restore(first, state["run"])
 
     def evaluate():
@@ -184,8 +184,8 @@ if __name__ == "__main__":
     if len(fits) < len(problems):   # refused and counted, never cut: the end of a prompt is its question
         print(f"refused {len(problems) - len(fits)} of {len(problems)} problems: with --max-new {args.max_new} their "
               f"prompts do not fit the context of {model.config.max_position_embeddings} tokens")
-    if first == 0 and args.eval_n:
-        run.evaluated(0, evaluate())
+    if args.eval_n and run.evaluation_due(first):
+        run.evaluated(first, evaluate())
 
     # ------------------------------------------------------------------------------------------------------------------
     for step in range(first, args.max_steps, args.updates_per_rollout):

@@ -105,13 +105,13 @@ if __name__ == "__main__":
     optimizer = common.make_optimizer(model, lr, optim=args.optim, seed=args.seed)
     engine = Engine(model, tokenizer, slots=args.slots)
     common.check_room(run, model, max(len(x) + len(y) for x, y in rows), args.rows_per_step, args.slots)
-    run.start(folder, [args.data] + ([args.valid] if valid else []) + [task.path(s) for s in task.splits], device,
-              {"lr": lr, "max_steps": steps})
-
     first = 0
     if args.resume:
         state = load_checkpoint(run.folder / "checkpoint", model, optimizer)
-        first = state["step"]
+        first = run.resumes_at(state["step"], steps)
+    run.start(folder, [args.data] + ([args.valid] if valid else []) + [task.path(s) for s in task.splits], device,
+              {"lr": lr, "max_steps": steps})
+    if args.resume:
         run.restore(first, state["run"])
 
     def evaluate():
@@ -145,8 +145,8 @@ if __name__ == "__main__":
           f"lr {lr:g}")
     prompt, completion = rows[0]
     print(common.show_row(tokenizer, prompt + completion, [0] * len(prompt) + [1] * len(completion)))
-    if first == 0 and args.eval_n:
-        run.evaluated(0, evaluate())
+    if args.eval_n and run.evaluation_due(first):
+        run.evaluated(first, evaluate())
 
     # ------------------------------------------------------------------------------------------------------------------
     for step in range(first, steps):

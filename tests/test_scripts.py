@@ -216,10 +216,37 @@ def test_resume_with_another_flag_is_refused_by_name(finished, flag, value):
     assert (finished.parent / "labbook.md").read_bytes() == before
 
 
-def test_resume_with_the_same_flags_is_fine(finished, tmp_path):
+def test_resume_with_the_same_flags_and_more_steps_is_fine(finished, tmp_path):
     shutil.copytree(finished.parent, tmp_path / "copy", symlinks=True)
-    succeed("train_grpo.py", "--resume", tmp_path / "copy" / "run", "--lr", "1e-3", "--labbook",
+    succeed("train_grpo.py", "--resume", tmp_path / "copy" / "run", "--lr", "1e-3", "--max-steps", 3, "--labbook",
             finished.parent / "labbook.md")
+
+
+@pytest.mark.parametrize("steps", ([], ["--max-steps", 1]))
+def test_resume_with_nothing_left_to_do_writes_nothing(finished, steps):
+    before = {p: p.read_bytes() for p in (finished.parent / "labbook.md", finished / "final.json")}
+    refused(resume(finished, *steps), "nothing is left to do", "--max-steps")
+    assert {p: p.read_bytes() for p in before} == before
+
+
+@pytest.mark.parametrize("fault", ("no checkpoint", "cut short"))
+def test_resume_of_a_broken_checkpoint_writes_nothing(finished, tmp_path, fault):
+    shutil.copytree(finished.parent, tmp_path / "copy", symlinks=True)
+    folder = tmp_path / "copy" / "run"
+    state = folder / "checkpoint" / "resume.pt"
+    if fault == "cut short":
+        state.write_bytes(state.read_bytes()[:1000])
+    else:
+        (folder / "checkpoint").unlink()
+    book = finished.parent / "labbook.md"
+    before = {p: p.read_bytes() for p in (book, folder / "final.json")}
+    refused(run("train_grpo.py", "--resume", folder, "--max-steps", 3, "--labbook", book),
+            "resume.pt" if fault == "no checkpoint" else "not whole")
+    assert {p: p.read_bytes() for p in before} == before
+
+
+def test_resume_of_another_scripts_run_is_refused(finished):
+    refused(resume(finished, "--max-steps", 3, script="train_rft.py"), "another script")
 
 
 @pytest.mark.parametrize("what", ["model", "tasks", "script"])
@@ -238,7 +265,7 @@ def test_resume_after_a_file_has_changed_is_refused(finished, what):
         else:   # as if the script had been edited since
             config = json.loads(before)
             path.write_text(json.dumps({**config, "script_sha256": "0" * 64}))
-        refused(resume(finished), {"model": "the model", "tasks": "train.jsonl", "script": "the script"}[what],
+        refused(resume(finished, "--max-steps", 3), {"model": "the model", "tasks": "train.jsonl", "script": "the script"}[what],
                 "has changed", "0" * 12 if what == "script" else "then")
     finally:
         path.write_bytes(before)
