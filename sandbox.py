@@ -32,7 +32,6 @@ a test that hands the wanted value to a method of a returned object trusts that 
     python sandbox.py FILE --tests FILE [--entry NAME] judges one file: exit 0 pass, 1 not, 2 bad input
 """
 import _sitebuiltins
-import argparse
 import ast
 import atexit
 import builtins
@@ -57,7 +56,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import sysconfig
 import threading
@@ -1463,6 +1461,8 @@ def server_main(fd, tier):
     os.environ.clear()
     gc.collect()
     gc.freeze()  # or every fork would copy the pages that the collector writes to
+    if sys.platform == "linux":
+        libc.malloc_trim(0)  # a quarter of the pages, which each fork and each exit would go through
     control.sendall(b'{"ready": true}\n')
     server.serve()
 
@@ -1524,6 +1524,8 @@ class Worker:
 
     def start(self):
         """Starts a server and proves it: SandboxUnavailable with the failing step, or with what the probe could do."""
+        import subprocess  # here and in two more functions: servers and their forks are smaller without
+
         self.kill()
         ours, theirs = socket.socketpair()
         # Nothing of the parent's: keys and tokens live there. Symbols are bound at the start, not once in every fork.
@@ -1569,6 +1571,8 @@ class Worker:
             raise SandboxUnavailable(f"tier {self.tier}: self-test: {', '.join(map(str, breaches))}")
 
     def kill(self):
+        import subprocess
+
         process, self.process = self.process, None
         if process is None:
             return
@@ -2075,6 +2079,8 @@ def rate(box, seconds=2.0):
 
 def fresh_rate(workers=2, seconds=2.0):
     """Fresh interpreters that import unittest, per second: what the sandbox is measured against."""
+    import subprocess
+
     counts = [0] * workers
     started = time.monotonic()
 
@@ -2098,6 +2104,8 @@ holds not: kernel bugs, timing side channels{more}; put a container or gVisor ar
 
 
 def main(argv=None):
+    import argparse
+
     parser = argparse.ArgumentParser(description="Run programs that a model wrote.", allow_abbrev=False)
     parser.add_argument("file", nargs="?", help="program to judge (without it: print what this machine offers)")
     parser.add_argument("--tests", help="unittest module (.py), or JSON list of [[arguments], expected] (.json)")

@@ -265,8 +265,9 @@ def test_resume_after_a_file_has_changed_is_refused(finished, what):
         else:   # as if the script had been edited since
             config = json.loads(before)
             path.write_text(json.dumps({**config, "script_sha256": "0" * 64}))
-        refused(resume(finished, "--max-steps", 3), {"model": "the model", "tasks": "train.jsonl", "script": "the script"}[what],
-                "has changed", "0" * 12 if what == "script" else "then")
+        refused(resume(finished, "--max-steps", 3),
+                {"model": "the model", "tasks": "train.jsonl", "script": "the script"}[what], "has changed",
+                "0" * 12 if what == "script" else "then")
     finally:
         path.write_bytes(before)
     assert (base / "labbook.md").read_bytes() == book
