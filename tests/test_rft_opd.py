@@ -326,7 +326,7 @@ def test_opd_with_an_empty_hint_starts_at_loss_0(distilled, guesser, tasks, tmp_
                                            ("train_rft.py", ["--arm", "rft_random"])])
 def test_killed_and_resumed_run_is_the_run_that_was_never_stopped(script, flags, guesser, tasks, tmp_path):
     """The frozen copy is the start of the run, not of its resumed part."""
-    flags = [*flags, "--save-every", 3, "--eval-kl"]
+    flags = [*flags, "--save-every", 3]
     whole = tiny_run(script, tmp_path / "whole", guesser, tasks, *flags, steps=10)
     cut = tmp_path / "cut"
     child = start(script, "--model", guesser, "--tasks-dir", tasks, "--lr", "1e-3", "--max-new", "24", "--eval-n", 0,
