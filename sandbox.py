@@ -1113,13 +1113,24 @@ def run_role(channel, link, job):
 ROLES = {"call": call_role, "serve": serve_role, "tests": tests_role, "run": run_role}
 
 
-def forked_main(linked):
+class End:
+    """The end of a socket as a bare descriptor: less memory to touch in every fork than an object of socket's."""
+
+    def __init__(self, fd):
+        self.fd = fd
+
+    def recv(self, n):
+        return os.read(self.fd, n)
+
+    def sendall(self, data):
+        while data:
+            data = data[os.write(self.fd, data):]
+
+
+def forked_main():
     """Descriptors: 0 stdin, 1 and 2 output, 3 the channel to the parent, 4 the link of tests and candidate if any."""
-    code = 1
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=3)
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=4) if linked else None
+    channel, link = End(3), End(4)
     job = recv_frame(channel, 1 << 30)
-    random.seed(0)
     code = ROLES[job["role"]](channel, link, job) or 0
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -1296,7 +1307,7 @@ class Server:
                     raise
                 os.write(len(fds) + 1, outside)
                 os.close(len(fds) + 1)  # before any code of the program: a program cannot send this
-                code = forked_main(len(fds) > 3)
+                code = forked_main()
             except BaseException:
                 os.write(2, traceback.format_exc().encode())
             finally:
@@ -1431,7 +1442,7 @@ def warm_up():
     job = {"role": "call", "source": "def f(a, b):\n    return [a, b]\n", "entry": None, "calls": [[1, 2]] * 4}
     for _ in range(20):
         send_frame(ours, job)
-        call_role(theirs, None, recv_frame(theirs, 1 << 20))
+        call_role(End(theirs.fileno()), None, recv_frame(End(theirs.fileno()), 1 << 20))
         ours.recv(65536)
     ours.close()
     theirs.close()
@@ -1459,6 +1470,7 @@ def server_main(fd, tier):
     sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
     sys.argv = [""]
     os.environ.clear()
+    random.seed(0)  # every fork inherits it: a program's numbers are the same in each run
     gc.collect()
     gc.freeze()  # or every fork would copy the pages that the collector writes to
     if sys.platform == "linux":
@@ -1530,8 +1542,10 @@ class Worker:
         ours, theirs = socket.socketpair()
         # Nothing of the parent's: keys and tokens live there. Symbols are bound at the start, not once in every fork.
         environment = {"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"}
-        command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", os.path.abspath(__file__), "--server",
-                   str(theirs.fileno()), self.tier]
+        # An import, since that finds the cached bytecode: what the compiler leaves in memory would slow every fork.
+        start = (f"import sys; sys.path.append({os.path.dirname(os.path.abspath(__file__))!r}); import sandbox; "
+                 f"sys.path.pop(); sandbox.server_main({theirs.fileno()}, {self.tier!r})")
+        command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", start, "--server"]
         try:
             self.control, self.rest = ours, b""
             null = subprocess.DEVNULL
@@ -2151,7 +2165,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--server"]:
-        server_main(int(sys.argv[2]), sys.argv[3])
-    else:
-        sys.exit(main())
+    sys.exit(main())
