@@ -569,3 +569,21 @@ def test_a_hub_id_that_cannot_be_had_is_one_line(monkeypatch):
     with pytest.raises(UserError, match="neither a local folder nor a model") as e:
         load_model("no-such-owner/no-such-model")
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name, value", [("rms_norm_eps", -1), ("rms_norm_eps", "tiny"), ("rms_norm_eps", float("nan")),
+                                         ("rope_theta", -5), ("rope_theta", "x"), ("head_dim", 7), ("layer_types", 5),
+                                         ("tie_word_embeddings", "false"), ("rope_parameters", 3),
+                                         ("architectures", 7)])
+def test_config_values_of_the_wrong_kind_are_refused_by_name(name, value):
+    raw = model_module.llama_config(64, 32, 1, 4, 2, 48)
+    with pytest.raises(UserError, match="config.json"):
+        Config.from_dict({**raw, name: value})
+
+
+def test_eos_ids_must_be_in_the_vocabulary(tmp_path):
+    model = tiny_model("llama")
+    model.eos_ids = (model.config.vocab_size,)
+    save_model(model, tmp_path / "m")
+    with pytest.raises(UserError, match="eos_token_id"):
+        load_model(tmp_path / "m")
