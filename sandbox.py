@@ -2060,6 +2060,8 @@ class Sandbox:
                 status, message = "memory", "ran out of memory"
             elif per_test and all(per_test) and len(per_test) == done[0] == wanted:
                 status, message = "pass", ""
+            elif code:  # it ended, or was ended, with tests to come: not the same as a wrong answer
+                status, message = "error", f"ended with status {code} before its tests did"
             else:
                 status = "fail"
                 message = message or f"{sum(per_test)} tests passed, want {wanted or 'at least one'}"

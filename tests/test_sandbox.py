@@ -865,6 +865,46 @@ def test_killed_server_gives_no_verdict_of_its_own(box):
             assert not any(os.path.exists(f"/proc/{p}") and parent_of(p) == os.getpid() for p in tree)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tests", [SUM, SUM_MODULE], ids=["function", "unittest"])
+def test_processes_killed_at_any_moment(box, tests):
+    """Any process below the pool dies at random: each verdict is right, or none is given."""
+    import random
+
+    rng, stop, wrong, given, refused = random.Random(0), threading.Event(), [], 0, 0
+    good, bad = ADD, "def add(a, b):\n    return a - b\n"
+    with Sandbox(workers=1, tier=box.tier) as own:
+
+        def kill_some():
+            while not stop.wait(rng.uniform(0.005, 0.12)):
+                process = own.workers[0].process
+                below = descendants(process.pid) if process else []
+                for pid in rng.sample(below, min(1, len(below))):
+                    try:
+                        os.kill(pid, signal.SIGKILL)
+                    except ProcessLookupError:
+                        pass  # it ended by itself
+
+        killer = threading.Thread(target=kill_some)
+        killer.start()
+        try:
+            for i in range(150):
+                try:
+                    result = own.judge((good, bad)[i % 2], tests)
+                except SandboxUnavailable:
+                    refused += 1
+                    continue
+                given += 1
+                # a killed program is an error of its own; what must not be is a pass for the wrong one
+                if result.passed and i % 2 or not result.passed and result.status == "fail" and i % 2 == 0:
+                    wrong.append((i, result))
+        finally:
+            stop.set()
+            killer.join()
+        assert not wrong and given > 20 and own.faults >= refused, (wrong, given, refused, own.faults)
+        assert own.judge(good, tests).passed and not own.judge(bad, tests).passed
+
+
 @mostly_ns
 def test_server_that_keeps_dying_is_an_error(box):
     with Sandbox(workers=1, tier=box.tier) as own:
