@@ -78,7 +78,10 @@ class SandboxUnavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one program. wall_s > cpu_s, so that a loaded machine does not turn into failed programs."""
+    """
+    Limits of one program. wall_s > cpu_s, and time in which it stood in line for a CPU does not count (up to wall_s
+    more), so that a loaded machine does not turn into failed programs.
+    """
     wall_s: float = 3.0
     cpu_s: float = 2.0
     memory_mb: int = 512    # address space
