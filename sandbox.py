@@ -2122,7 +2122,12 @@ HOLDS = """holds:     one process without fork, exec, sockets, signals to others
 holds not: kernel bugs, timing side channels{more}; put a container or gVisor around code from strangers"""
 
 
-def main(argv=None):
+def bad_input(message):
+    print(f"sandbox.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def get_args(argv=None):
     import argparse
 
     parser = argparse.ArgumentParser(description="Run programs that a model wrote.", allow_abbrev=False)
@@ -2131,9 +2136,15 @@ def main(argv=None):
     parser.add_argument("--entry", help="function to call (default: the last one that the program defines)")
     parser.add_argument("--tier", choices=["ns", "landlock"], help="this tier only (default: the first that works)")
     parser.add_argument("--unsafe-sandbox", action="store_true", help="where no tier works, run with rlimits only")
+    parser.error = bad_input   # one line, without the usage
     args = parser.parse_args(argv)
     if bool(args.file) != bool(args.tests):
         parser.error("FILE and --tests go together: python sandbox.py FILE --tests FILE")
+    return args
+
+
+def main(argv=None):
+    args = get_args(argv)
     try:
         if not args.file:
             fresh = fresh_rate()
@@ -2153,14 +2164,14 @@ def main(argv=None):
             if args.tests.endswith(".json"):
                 tests = [(list(a), want) for a, want in json.loads(tests)]
         except (OSError, ValueError, TypeError) as error:
-            parser.error(f"{args.file} with --tests {args.tests}: {error}")
+            bad_input(f"{args.file} with --tests {args.tests}: {error}")
         with Sandbox(workers=1, tier=args.tier, unsafe=args.unsafe_sandbox) as box:
             if box.tier == "unsafe":
                 print("--unsafe-sandbox: rlimits only, the program can read files and use the network", file=sys.stderr)
             try:
                 result = box.judge(code, tests, entry=args.entry, detail=True)
             except (ValueError, SyntaxError) as error:
-                parser.error(f"{args.tests}: {error}")
+                bad_input(f"{args.tests}: {error}")
         print(f"{result.status} ({sum(result.per_test)} of {len(result.per_test)} tests, tier {result.tier}) "
               f"{result.message}".rstrip())
         return 0 if result.passed else 1

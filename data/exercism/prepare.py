@@ -189,8 +189,12 @@ def hold_out(rows):
     return [row for row in rows if row["id"] not in held], [row for row in rows if row["id"] in held]
 
 
+def get_args(argv=None):
+    return code_tasks.get_args(__doc__, HERE, argv)
+
+
 def main(argv=None):
-    args = code_tasks.get_args(__doc__, HERE, argv)
+    args = get_args(argv)
     rows, verdicts, places = [], [], {}
     for place, source in read_rows(args)[: args.limit or None]:
         row = make_row(source, place)

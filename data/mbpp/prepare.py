@@ -109,8 +109,12 @@ def read_rows(args):
     return rows
 
 
+def get_args(argv=None):
+    return code_tasks.get_args(__doc__, HERE, argv)
+
+
 def main(argv=None):
-    args = code_tasks.get_args(__doc__, HERE, argv)
+    args = get_args(argv)
     rows = read_rows(args)
     with code_tasks.open_box(args) as box:
         kept, verdicts = code_tasks.gate(rows, box)
