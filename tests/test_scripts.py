@@ -2,19 +2,22 @@
 The training scripts as commands: resume, signals, kill -9, full disks, refusals, records. Runs are those of a tiny
 model (see conftest.py) and take a second; exit codes, signals and files are real.
 """
+import fcntl
 import json
 import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import EOS, ROOT, problem, read_rows, tiny_tokenizer, write_rows
+from helpers import EOS, ROOT, problem, read_rows, script_env, tiny_tokenizer, write_rows
 from launch import FORK, jsonl, metrics, refused, run, start, weights
 from safetensors.torch import load_file, save_file
 
@@ -578,3 +581,30 @@ def test_files_end_with_whole_lines(guesser, tasks, tmp_path):
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert Path(tmp_path / "run" / name).read_bytes().endswith(b"}\n")
     assert all(r["ids"][-1] == EOS or r["finish"] == "length" for r in jsonl(tmp_path / "run" / "samples.jsonl"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a person at a terminal sees
+
+def test_a_terminal_sees_a_bar_and_a_file_sees_lines(guesser, tasks, tmp_path):
+    pty = pytest.importorskip("pty", reason="needs Linux")
+    shown = ("reward", "no_spread", "truncated", "length", "entropy", "tokens_per_s")
+    plain = succeed(*grpo_flags(tmp_path / "plain", guesser, tasks, "--max-steps", 2)).stdout
+    lines = [line for line in plain.split("\n") if line.startswith("step ")]
+    assert len(lines) == 2 and all(word in lines[1] for word in shown)
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 240, 0, 0))   # a new one has no width at all
+    command = grpo_flags(tmp_path / "bar", guesser, tasks, "--max-steps", 2)
+    child = subprocess.Popen([sys.executable, ROOT / command[0], *map(str, command[1:])], stdout=slave, stderr=slave,
+                             cwd=ROOT, env=script_env())
+    os.close(slave)
+    seen = b""
+    try:
+        while block := os.read(master, 65536):
+            seen += block
+    except OSError:   # Linux says so when the last writer has gone
+        pass
+    os.close(master)
+    text = seen.decode(errors="replace")
+    assert child.wait() == 0, text[-2000:]
+    assert "2/2" in text and "step 1/2" not in text and all(word in text for word in shown), text[-2000:]
