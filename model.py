@@ -111,7 +111,7 @@ class Config:
         if config.num_attention_heads % config.num_key_value_heads:
             raise UserError(f"{where}: {config.num_attention_heads} query heads are no multiple of "
                             f"{config.num_key_value_heads} key/value heads")
-        for name, right in [("rms_norm_eps", 0 < config.rms_norm_eps < 1), ("rope_theta", config.rope_theta > 0),
+        for name, right in [("rms_norm_eps", 0 <= config.rms_norm_eps < 1), ("rope_theta", config.rope_theta > 0),
                             ("head_dim", config.head_dim > 0 and config.head_dim % 2 == 0)]:   # it is rotated in halves
             if not right:
                 raise UserError(f"{where}: {name} {getattr(config, name)} cannot be")
