@@ -1829,10 +1829,13 @@ class Sandbox:
         worker = self.idle.get()
         try:
             for attempt in (1, 2):
-                if worker.process is None or worker.programs >= RECYCLE:
-                    worker.start()
                 try:
+                    if worker.process is None or worker.programs >= RECYCLE:
+                        worker.start()
                     return worker.run(jobs, limits, stdin)
+                except SandboxUnavailable:   # killed while it started: counted like any other death of a server
+                    self.faults += 1
+                    raise
                 except ServerFault as fault:
                     worker.kill()
                     self.faults += 1
