@@ -15,7 +15,8 @@ The arms differ in the answer that is kept, and in the brake:
     rft_random             any right answer: what the shortest does beyond it is due to its length
 
 Laptop:  python train_rft.py --arm rft_shortest_braked
-GPU:     python train_rft.py --model data/smollm2 --task gsm8k --lr 1e-6 --max-new 256 --max-steps 200
+GPU:     python train_rft.py --model runs/smollm2-gsm8k-sft-s0/checkpoint --task gsm8k --lr 5e-6 --max-steps 200
+         (after bash runs/gsm8k_smollm2.sh: a model that is never right has nothing to keep)
 Ends with a line like  "heldout-same pass@1 A -> B (greedy C -> D); ...  S s  run folder runs/train_rft-..."
 """
 import copy
@@ -238,6 +239,7 @@ if __name__ == "__main__":
                                f"batch is in {bad}")
             if update == 0:
                 common.check_sampler(step + 1, sums, model, r, args.temperature)
+                mismatch = sums.get("mismatch", 0.0) / (sums.get("tokens") or 1)   # later, the policy has moved itself
             for g in optimizer.param_groups:
                 g["lr"] = common.lr_at(step + update, args.max_steps, lr, args.warmup, args.schedule)
             if rows:   # no right answer: no gradient, and momentum alone should not move the weights
@@ -259,7 +261,7 @@ if __name__ == "__main__":
             "no_spread": (reward == reward[:, :1]).all(1).float().mean().item(),
             "truncated": played.truncated.float().mean().item(), "length": tokens / rows_a_step,
             "entropy": r.entropy[r.mask[:, 1:]].mean().item(), "kl": sums["kl"] / trained if "kl" in sums else None,
-            "skipped": int((adv == 0).all(1).sum()), "mismatch": sums.get("mismatch", 0.0) / trained,
+            "skipped": int((adv == 0).all(1).sum()), "mismatch": mismatch,
             "grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"], "loss": sums.get("loss", 0.0),
             "tokens_per_s": tokens / (t1 - t0), "rollout_s": t1 - t0, "learn_s": t2 - t1},
             total=args.max_steps, show=("reward", "no_spread", "truncated", "length", "entropy", "kl", "grad_norm",
