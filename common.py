@@ -714,8 +714,15 @@ class Run:
             print(f"step {step}/{total}  {line}", flush=True)
 
     def evaluated(self, step, results):
-        """Keeps one evaluation ({split: result of evaluate()}) in eval.jsonl and in the scores of the record."""
-        append_jsonl(self.folder / "eval.jsonl", [{"step": step, "split": s, **r} for s, r in results.items()])
+        """
+        Keeps one evaluation, {split: result of evaluate()}: in eval.jsonl, its answers in eval_samples.jsonl, its scores
+        in the record.
+        """
+        for split, r in results.items():   # the prompts of a split are in its file
+            append_jsonl(self.folder / "eval_samples.jsonl", [
+                {"step": step, "split": split, **a, "ids": a["ids"][a["prompt_length"]:]} for a in r.get("samples", [])])
+        append_jsonl(self.folder / "eval.jsonl", [
+            {"step": step, "split": s, **{k: v for k, v in r.items() if k != "samples"}} for s, r in results.items()])
         for split, r in results.items():
             brief = {**{f"pass@{k}": v for k, v in r["pass_at"].items()},
                      **{f"lenient_pass@{k}": v for k, v in r["lenient_pass_at"].items()},
@@ -765,11 +772,16 @@ class Run:
     def restore(self, step, state):
         """Back to the state at `step`: rows that later steps wrote are cut from the files, since they come again."""
         self.budget, self.wall_before, self.scores = state["budget"], state["wall_s"], state["scores"]
-        for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
+        whole = None   # the steps whose evaluation is whole: its answers are written before its row
+        for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl"):
             path = self.folder / name
             if path.exists():
                 lines = path.read_text(encoding="utf-8").split("\n")[:-1]   # behind the last \n: a torn row
-                write_text(path, "".join(x + "\n" for x in lines if json.loads(x)["step"] <= step))
+                kept = [(json.loads(x)["step"], x + "\n") for x in lines]
+                kept = [(s, x) for s, x in kept if s <= step and (name != "eval_samples.jsonl" or s in whole)]
+                write_text(path, "".join(x for _, x in kept))
+            if name == "eval.jsonl":
+                whole = {s for s, _ in kept} if path.exists() else set()
 
     def wall_s(self):
         return self.wall_before + time.time() - self.t0

@@ -153,18 +153,18 @@ def evaluate_splits(engine, tokenizer, task, limit, n, max_new, seed, stop=(), o
     """
     What a training script runs before and after: every held-out split of the task, sampled, and greedy beside it, then
     those of the task `other`. n_other counts for all but the first split, limit_other for the other task.
-    -> {split: result}, the other task's as "TASK-SPLIT".
+    -> {split: result}, the other task's as "TASK-SPLIT"; `samples` in it are all sampled answers.
     """
     results = {}
     for t, split in [(task, split) for split in task.splits] + ([(other, s) for s in other.splits] if other else []):
         rows = t.load(split, limit if t is task else limit_other or limit)
         samples = n if not results else n_other or n
         print(f"evaluating {t.name} {split}: {len(rows)} problems x {samples} samples, and greedy", flush=True)
-        result, _ = evaluate(engine, tokenizer, t, rows, samples, max_new, seed=seed, stop=stop, start=start)
+        result, answers = evaluate(engine, tokenizer, t, rows, samples, max_new, seed=seed, stop=stop, start=start)
         greedy, _ = evaluate(engine, tokenizer, t, rows, 1, max_new, greedy=True, stop=stop)
         results[split if t is task else f"{t.name}-{split}"] = {
             **result, "greedy_pass": greedy["pass_at"]["1"], "lenient_greedy_pass": greedy["lenient_pass_at"]["1"],
-            "greedy_correct": [p["c"] for p in greedy["problems"]]}
+            "greedy_correct": [p["c"] for p in greedy["problems"]], "samples": answers}
     return results
 
 
