@@ -715,12 +715,13 @@ class Run:
 
     def evaluated(self, step, results):
         """
-        Keeps one evaluation, {split: result of evaluate()}: in eval.jsonl, its answers in eval_samples.jsonl, its scores
-        in the record.
+        Keeps one evaluation, {split: result of evaluate()}: in eval.jsonl, its answers in eval_samples.jsonl, its
+        scores in the record.
         """
         for split, r in results.items():   # the prompts of a split are in its file
             append_jsonl(self.folder / "eval_samples.jsonl", [
-                {"step": step, "split": split, **a, "ids": a["ids"][a["prompt_length"]:]} for a in r.get("samples", [])])
+                {"step": step, "split": split, **a, "ids": a["ids"][a["prompt_length"]:]}
+                for a in r.get("samples", [])])
         append_jsonl(self.folder / "eval.jsonl", [
             {"step": step, "split": s, **{k: v for k, v in r.items() if k != "samples"}} for s, r in results.items()])
         for split, r in results.items():
