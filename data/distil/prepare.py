@@ -305,12 +305,14 @@ class Asker:
 
     def run(self):
         """Returns when every problem was asked, the budget is spent, a signal came, or the server is given up."""
+        budget, told, saved = self.args.budget_seconds, time.monotonic(), 0.0
+        if budget is not None and self.wall_s() >= budget:
+            self.stop("budget")   # spent by the starts before
         signals = {s: signal.signal(s, self.on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         threads = [threading.Thread(target=self.work, daemon=True)   # daemon: the end does not wait for a silent server
-                   for _ in range(min(self.args.concurrency, len(self.jobs)))]
+                   for _ in range(min(self.args.concurrency, len(self.jobs)) if self.end is None else 0)]
         for t in threads:
             t.start()
-        budget, told, saved = self.args.budget_seconds, time.monotonic(), 0.0
         while self.end is None and any(t.is_alive() for t in threads):
             left = 0.2 if budget is None else min(0.2, budget - self.wall_s())
             if left <= 0:
@@ -508,7 +510,7 @@ def write_books(args, rows, ledger):
     return written
 
 
-def add_up(rows, ledger, end):
+def add_up(rows, ledger, written, end):
     """-> (budget, scores) of the record: what was spent, and what came of it."""
     answers = [x for x in ledger.lines if "text" in x]
     usage = [r for r in answers if r["tokens_out"] is not None]
@@ -518,7 +520,7 @@ def add_up(rows, ledger, end):
               "tokens_out": tokens_out, "tokens_sampled": tokens_out, "tokens_trained": 0,
               "wall_s": round(ledger.wall_s, 1)}
     scores = {"problems": len(rows), "asked": asked, "requests": len(ledger.lines), "replies": len(answers),
-              "right": sum(r["right"] for r in answers),
+              "right": sum(r["right"] for r in answers), "rows": sum(w["rows"] for w in written),
               "lenient_only": sum(r["lenient"] and not r["right"] for r in answers),
               "causes": {k: causes[k] for k in CAUSES}, "ended": "all asked" if end is None else str(end),
               "faults": dict(Counter(x["fault"][:80] for x in ledger.lines if "fault" in x).most_common(9)),
@@ -530,7 +532,8 @@ def add_up(rows, ledger, end):
 def explain(scores):
     """Why there are not more right answers: each cause with its count, and what to do about the first."""
     causes = Counter({k: n for k, n in scores["causes"].items() if n}).most_common()
-    first = causes[0][0]
+    # a teacher that solves nothing is not helped by more time
+    first = next((k for k, _ in causes if scores["right"] or k != "not asked"), causes[0][0])
     bare = (f"; {scores['lenient_only']} answers would be right by their last number, without the mark"
             if scores["lenient_only"] else "")
     return f"{', '.join(f'{n} {cause}' for cause, n in causes)}{bare}; {first}: {CAUSES[first]}"
@@ -580,7 +583,7 @@ def main(argv=None):
 
     # what is kept goes to disk first, whatever happened; then it is said, and recorded
     written = write_books(args, rows, ledger)
-    budget, scores = add_up(rows, ledger, asker.end)
+    budget, scores = add_up(rows, ledger, written, asker.end)
     if written:
         common.write_json(args.output_dir / "prepared.json", {"source": source, "written": written, "budget": budget,
                                                               "scores": scores})
@@ -610,9 +613,9 @@ def main(argv=None):
                            f"({len(ledger.lines)} requests)" if asker.end == "budget" else
                            f"none of {len(ledger.lines)} requests was answered, the last with: "
                            f"{ledger.lines[-1]['fault']}")
-        raise RunError(f"the teacher {args.teacher_model} solved none of {scores['asked']} problems in the form "
-                       f"that is asked for: {explain(scores)}; all {scores['replies']} replies are in "
-                       f"{args.output_dir / 'replies.jsonl'}")
+        raise RunError(f"the teacher {args.teacher_model} solved none of the {len(ledger.replies())} problems "
+                       f"that it answered, in the form that is asked for: {explain(scores)}; all "
+                       f"{scores['replies']} replies are in {args.output_dir / 'replies.jsonl'}")
     print(f"{stopped + ', all saved: ' if stopped else ''}wrote {' + '.join(str(w['rows']) for w in written) or 'no'} "
           f"rows of {len(rows)} problems to {args.output_dir}")
     sys.exit({None: 0, "SIGINT": 130, "SIGTERM": 143}[stopped])
