@@ -742,15 +742,39 @@ class Run:
         name = f"checkpoint-{step:06d}"
         shutil.rmtree(self.folder / name, ignore_errors=True)
         save_checkpoint(self.folder / name)
-        link = self.folder / "checkpoint.tmp-link"
-        link.unlink(missing_ok=True)
-        link.symlink_to(name)
-        os.replace(link, self.folder / "checkpoint")
+        self.point("checkpoint", name)
         # a later one, or a half one, was left by a kill before its link: the run that went on from here drops it
         found = sorted(self.folder.glob("checkpoint-*"))
         kept = [f for f in found if f.suffix != ".tmp" and f.name <= name][-self.args.keep:]
         for old in set(found) - set(kept):
             shutil.rmtree(old)
+
+    def point(self, link, name):
+        """Makes `link` in the run folder lead to `name`, in one step."""
+        tmp = self.folder / f"{link}.tmp-link"
+        tmp.unlink(missing_ok=True)
+        tmp.symlink_to(name)
+        os.replace(tmp, self.folder / link)
+
+    def save_best(self, step, save_model):
+        """
+        Writes best-STEP/ and swings the link `best` to it. The one before stays until the next checkpoint, because a
+        run that is killed before it goes on from the checkpoint that names it.
+        """
+        shutil.rmtree(self.folder / f"best-{step:06d}", ignore_errors=True)
+        save_model(self.folder / f"best-{step:06d}")
+        self.point("best", f"best-{step:06d}")
+
+    def keep_best(self, step):
+        """After a checkpoint or a resume: `best` leads to that step's (None: nowhere), the others go."""
+        name = f"best-{step or 0:06d}"
+        if step:
+            self.point("best", name)
+        else:
+            (self.folder / "best").unlink(missing_ok=True)
+        for old in self.folder.glob("best-*"):
+            if old.name != name:
+                shutil.rmtree(old)
 
     def state(self):
         return {"budget": self.budget, "wall_s": self.wall_s(), "scores": self.scores}
