@@ -19,8 +19,9 @@ once() {   # name, script, flags ...
     local folder=$OUT/qwen-1.5b-$1; shift
     grep -qs '"status": "ok"' "$folder/final.json" && return
     rm -rf "$folder"
-    python "$@" --preset qwen-1.5b --model "$OUT/model" --max-steps 1 --limit 2 --limit-other 2 --eval-n 8 --eval-n-other 8 \
-        --device "$DEVICE" --output-dir "$folder" --labbook "$LABBOOK" > "$folder.log" 2>&1 || { tail -n 1 "$folder.log" >&2; return 1; }
+    python "$@" --preset qwen-1.5b --model "$OUT/model" --max-steps 1 --limit 2 --limit-other 2 --eval-n 8 \
+        --eval-n-other 8 --device "$DEVICE" --output-dir "$folder" --labbook "$LABBOOK" > "$folder.log" 2>&1 ||
+        { tail -n 1 "$folder.log" >&2; return 1; }
     tail -n 1 "$folder.log"
     rm -rf "$folder"/checkpoint*   # 18 GB, of noise
 }
