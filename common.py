@@ -151,6 +151,15 @@ def add_run_flags(parser, task=True, pool=False):
 
 def add_task_flags(g):
     g.add_argument("--model", default="data/tiny", help="folder in Hugging Face format, or a hub id like org/name")
+    g.add_argument("--adapter", default=None, metavar="PATH",
+                   help="adapter on top of the model: a run folder, or a folder as peft writes it")
+    g.add_argument("--lora-rank", type=number(int, 0), default=None,
+                   help="train an adapter of this rank, columns of B (default: that of --adapter, else all weights; "
+                   "0: all weights)")
+    g.add_argument("--lora-alpha", type=number(float, above=0), default=None,
+                   help="scale of a new adapter times its rank (default: 2 times the rank)")
+    g.add_argument("--lora-targets", nargs="+", default=None, metavar="LAYER",
+                   help="layers of a new adapter, such as q_proj v_proj (default: every linear layer but the head)")
     g.add_argument("--task", default="arithmetic", help="task to train and evaluate on (see envs.py)")
     g.add_argument("--tasks-dir", default=None, help="folder of the task files (default: data/TASK)")
     g.add_argument("--template", default=None, help="file with a chat template in jinja (default: the tokenizer's)")
@@ -211,7 +220,8 @@ def parse_args(parser, argv=None, presets=None):
             parser.error(f"--resume {early.resume}: its --{action.dest} {known[action.dest]} is unknown here: "
                          f"it is a run of another script")
     args = parser.parse_args(argv)
-    for key in ("resume", "pool", "model", "labbook", "output_dir", "tasks_dir", "template", "curves", "data"):
+    for key in ("resume", "pool", "model", "adapter", "labbook", "output_dir", "tasks_dir", "template", "curves",
+                "data"):
         if getattr(args, key, None) == "":   # a shell variable that was not set, most likely
             parser.error(f"--{key.replace('_', '-')} is empty")
     has = vars(args)
@@ -221,6 +231,8 @@ def parse_args(parser, argv=None, presets=None):
                                 ("eval_kl", "eval_n", "--eval-n above 0")]:
         if flag in has and reader in has:
             refuse_unread(parser, args, (flag, has[reader], needs))
+    if "lora_rank" in has:
+        check_lora_flags(parser, args)
     for key, value in known.items():
         if key not in MAY_CHANGE and getattr(args, key) != value:
             parser.error(f"--{key.replace('_', '-')} {getattr(args, key)} differs from the resumed run's {value}; "
@@ -233,6 +245,27 @@ def refuse_unread(parser, args, *rules):
     for flag, read, needs in rules:
         if not read and getattr(args, flag) != parser.get_default(flag):
             parser.error(f"--{flag.replace('_', '-')} is read only with {needs}")
+
+
+def check_lora_flags(parser, args):
+    refuse_unread(parser, args, ("lora_alpha", args.lora_rank or args.adapter, "--lora-rank above 0"),
+                  ("lora_targets", args.lora_rank or args.adapter, "--lora-rank above 0"))
+    if args.adapter and args.lora_rank == 0:
+        parser.error("--lora-rank 0 trains all weights, and --adapter goes on with an adapter; to train all weights "
+                     "from there, merge it first (merge_and_unload of the package peft) and give that as --model")
+    if (args.adapter or args.lora_rank) and args.optim == "adamw-sr":
+        parser.error("--optim adamw-sr is for bf16 weights, and those of an adapter are fp32; leave --optim out")
+
+
+def check_lr(parser, args, usual):
+    """Refuses a run without a learning rate, but for all weights of data/tiny. usual: for all weights of others."""
+    more = " or --preset" if hasattr(args, "preset") else ""
+    if args.lr is None and (args.adapter or args.lora_rank):
+        parser.error(f"--lr has no default for an adapter; give --lr (1e-5 to 1e-4 is usual for a 0.5B to 2B model, "
+                     f"1e-3 for data/tiny){more}")
+    if args.lr is None and not is_tiny(args.model):
+        parser.error(f"--lr has a default for data/tiny only; for {args.model} give --lr ({usual} is usual for all "
+                     f"weights of a 0.1B to 2B model){more}")
 
 
 def is_tiny(model):
@@ -289,6 +322,8 @@ def make_optimizer(model, lr, weight_decay=0.0, optim="adamw", seed=0):
     """One of OPTIMS over the trained weights; betas as usual for policy gradients. seed: of the rounding."""
     more = {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay}
     trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("no weight of the model is trained")
     if optim == "adamw-sr":
         return StochasticAdamW(trained, seed=seed, **more)
     if optim == "adamw8bit":
@@ -376,24 +411,28 @@ def check_room(run, model, row_tokens, rows_a_step, slots=0):
     Refuses a run that cannot fit (UserError with the need, what is free, the flag and a value that fits). The model and
     a frozen copy are in memory already; still to come are gradients and moments (OPTIMS), the sampler's copy of the
     weights where theirs is another dtype, its cache, and what the layers keep for the backward pass (layer_bytes).
-    Where that does not fit, layers are recomputed in the backward pass, which keeps 4 C bytes a token and layer.
+    Where that does not fit, layers are recomputed in the backward pass, which keeps 4 C bytes a token and layer. With
+    an adapter, gradients and moments are its own, the frozen matrices are in the dtype of the products, and the sampler
+    has a merged copy of those that the adapter changes.
     """
     c, half = model.config, model.compute_dtype != torch.float32
-    params, micro = model.num_params(), run.args.micro_batch_tokens
+    params, trained, micro = model.num_params(), model.num_trained(), run.args.micro_batch_tokens
     own = next(model.parameters()).dtype == model.compute_dtype   # the products read the weights themselves
-    layer, copy = layer_bytes(model), 0 if own else 2 if half else 4
+    layer, size = layer_bytes(model), 2 if half else 4
     a_token = c.num_hidden_layers * layer
-    cache = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * (2 if half else 4) * slots * row_tokens
+    cache = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size * slots * row_tokens
     logits = 3 * 4 * c.vocab_size * chunk_rows(c.vocab_size, model.device)
     state = OPTIMS[getattr(run.args, "optim", "adamw")][1]
     # the copy is there twice: the sampler's, and the one that the products of the trainer keep for the backward pass
-    fixed = params * (state + copy * (1 + bool(slots))) + cache + logits
+    sampler = kept = 0 if own else size * (params if model.adapter is None else model.head_weight.numel())
+    sampler += size * sum(m.weight.numel() for m in model.modules() if getattr(m, "lora_A", None) is not None)
+    fixed = trained * state + kept + sampler * bool(slots) + cache + logits
     tokens = max(row_tokens, min(micro, row_tokens * rows_a_step))
     free, total = memory_free(model.device)
     if free is not None and fixed + tokens * a_token > free:
         model.checkpointing = True
         a_token = c.num_hidden_layers * 4 * c.hidden_size + layer
-        fixed -= params * copy
+        fixed -= kept
         run.remark = (f"layers are recomputed in the backward pass: {tokens} tokens keep "
                       f"{tokens * a_token / GIB:.1f} GiB in place of {tokens * c.num_hidden_layers * layer / GIB:.1f}")
         print(run.remark)
@@ -406,7 +445,7 @@ def check_room(run, model, row_tokens, rows_a_step, slots=0):
         raise UserError(f"memory: the run needs about {(fixed + tokens * a_token) / GIB:.1f} GiB more on "
                         f"{model.device}; {free / GIB:.1f} of {total / GIB:.1f} GiB are free; {mend}")
     folder = next(p for p in [run.folder, *run.folder.resolve().parents] if p.exists())
-    need = (run.args.keep + 1) * params * 12 + 20 * row_tokens * rows_a_step * (run.args.max_steps or 0)
+    need = (run.args.keep + 1) * trained * 12 + 20 * row_tokens * rows_a_step * (run.args.max_steps or 0)
     free = shutil.disk_usage(folder).free
     if need > free:
         raise UserError(f"disk: checkpoints and samples need about {need / GIB:.2f} GiB; {free / GIB:.2f} GiB are free "
@@ -534,11 +573,18 @@ def sha256_file(path):
     return h.hexdigest()
 
 
-def sha256_model(folder):
-    """One hash over the weight files of a folder, in the order of their names."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    hashes = [sha256_file(f) for f in files]
+def sha256_model(folder, adapter=None):
+    """One hash over the weight files of a folder, in the order of their names, and those of an adapter's folder."""
+    hashes = [sha256_file(f) for place in (folder, adapter) if place for f in sorted(Path(place).glob("*.safetensors"))]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def model_record(args, folder, adapter=None):
+    """What records say of the model. folder: of --model; adapter: folder of --adapter, or None. sha256: of both."""
+    record = {"name": args.model, "sha256": sha256_model(folder, adapter)}
+    return record if adapter is None else {
+        **record, "base_sha256": sha256_model(folder),
+        "adapter": {"name": args.adapter, "sha256": sha256_model(adapter)}}
 
 
 def git_state():
@@ -642,13 +688,13 @@ class Run:
         self.stopped = signal.Signals(number).name
         print(f"\n{self.stopped}: the step is finished, then all is saved (once more to stop at once)", flush=True)
 
-    def start(self, model, data, device, used):
+    def start(self, model, data, device, used, adapter=None):
         """
-        Makes the folder, config.json, a copy of the script, the start record. model: a folder; data: task files; used:
-        what flags without a value came to (a default that hangs on the arm, the number of steps).
+        Makes the folder, config.json, a copy of the script, the start record. model, adapter: folders; data: task
+        files; used: what flags without a value came to (a default that hangs on the arm, the number of steps).
         """
         self.device, self.used = device, used
-        self.model = {"name": self.args.model, "sha256": sha256_model(model)} if model else {"name": None}
+        self.model = model_record(self.args, model, adapter) if model else {"name": None}
         self.data = [{"path": short_path(p), "sha256": sha256_file(p),
                       "rows": sum(1 for line in open(p, "rb") if line.strip())} for p in data]
         script = Path(sys.argv[0]).resolve()

@@ -23,7 +23,7 @@ from common import RunError, number
 from engine import Engine
 from envs import get_task
 from eval_passk import evaluate_splits
-from model import find_folder, load_checkpoint, load_model, save_checkpoint, save_model
+from model import find_folder, load_checkpoint, load_model, save_checkpoint, save_weights, set_up_lora
 
 
 def get_args(argv=None):
@@ -52,9 +52,7 @@ def get_args(argv=None):
         p.error("--data FILE is needed, JSON lines of a prompt and a completion to train on")
     common.refuse_unread(p, args, ("epochs", args.max_steps is None, "no --max-steps"),
                          ("valid_every", args.valid is not None, "--valid"))
-    if args.lr is None and not common.is_tiny(args.model):
-        p.error(f"--lr has a default for data/tiny only; for {args.model} give --lr (2e-5 is usual for all "
-                f"weights of a 0.1B to 2B model)")
+    common.check_lr(p, args, "2e-5")
     return args
 
 
@@ -132,6 +130,7 @@ if __name__ == "__main__":
     tokenizer = common.load_tokenizer(folder, args.template)
     model = load_model(folder, common.weight_dtype(args.optim), device,
                        compute_dtype=common.pick_precision(args.precision, device))
+    adapter = set_up_lora(model, folder, args)
     task = get_task(args.task, args.tasks_dir)
     for split in task.splits:   # a malformed row is refused now, not at the evaluation after hours
         task.load(split)
@@ -172,7 +171,7 @@ if __name__ == "__main__":
         state = load_checkpoint(run.folder / "checkpoint", model, optimizer)
         first, best = run.resumes_at(state["step"], steps), state.get("best")
     run.start(folder, [args.data] + ([args.valid] if valid else []) + [task.path(s) for s in task.splits], device,
-              {"lr": lr, "max_steps": steps})
+              {"lr": lr, "max_steps": steps, **model.settings()}, adapter)
     if args.resume:
         run.restore(first, state["run"])
         run.keep_best(best and best["step"])
@@ -204,7 +203,7 @@ if __name__ == "__main__":
             optimizer.zero_grad(set_to_none=True)
         return {**{k: v / total for k, v in sums.items()}, "tokens": total}
 
-    print(f"{run.folder}\n{model.num_params() / 1e6:.2f}M parameters on {common.device_name(device)}, products in "
+    print(f"{run.folder}\n{model.describe()} on {common.device_name(device)}, products in "
           f"{str(model.compute_dtype)[6:]}, {common.OPTIMS[args.optim][0]}; {len(rows)} rows, "
           f"{args.rows_per_step} a step, {steps} steps = {steps * args.rows_per_step / len(rows):.2f} epochs, "
           f"lr {lr:g}; packed without padding, which would be {padding(rows, args):.0%} of each step")
@@ -239,7 +238,7 @@ if __name__ == "__main__":
             lowest = {"valid_loss": loss_on(valid, backward=False)["loss"]}
             if best is None or lowest["valid_loss"] < best["loss"]:
                 best = {"step": done, "loss": lowest["valid_loss"]}
-                run.save_best(done, lambda to: save_model(model, to, tokenizer))
+                run.save_best(done, lambda to: save_weights(model, to, tokenizer))
         run.log(done, {"loss": sums["loss"], "entropy": sums["entropy"], "grad_norm": grad_norm,
                        "lr": optimizer.param_groups[0]["lr"], "tokens_per_s": sums["tokens"] / (t1 - t0),
                        "learn_s": t1 - t0, **lowest}, total=steps,
