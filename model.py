@@ -638,7 +638,7 @@ def load_adapter(model, folder, base=None, base_sha256=""):
     if base_sha256 and adapter.base_sha256 and base_sha256 != adapter.base_sha256:
         raise UserError(f"{folder}: trained on {adapter.base} (hash {adapter.base_sha256[:12]}), --model {base} has "
                         f"hash {base_sha256[:12]}: another base")
-    check_tensors(folder, want, got, f"adapter_config.json with the base {base or 'given'} asks")
+    check_tensors(folder, want, got, "adapter_config.json and the base ask")
     if base and not adapter.base_sha256 and adapter.base != base:
         print(f"{folder}: its base is {adapter.base}, --model is {base}: other names, but its shapes fit")
     place_adapter(model, adapter, {unkey(k): v for k, v in got.items()}, f"{folder}: target_modules")
