@@ -160,10 +160,11 @@ def merge(module, name, out):
         return
     change = (module.lora_B.detach() @ module.lora_A.detach()).mul_(module.lora_scale).to(out.device)
     if out.dtype != torch.bfloat16:
-        out.copy_(weight + change)
+        out.copy_(weight.to(out.device) + change)
         return
-    generator = torch.Generator(out.device).manual_seed(0)
-    round_stochastically(change.add_(weight.to(out.device, out.dtype)), out, generator)
+    # W as the trainer's products read it, in the dtype of `out`
+    change.add_(weight.to(out.device, out.dtype))
+    round_stochastically(change, out, torch.Generator(out.device).manual_seed(0))
 
 
 def load_kernels():

@@ -531,6 +531,21 @@ def test_sft_with_an_adapter_leaves_an_adapter_and_says_so(sft_run, guesser):
     assert final["model"] == {"name": str(guesser), "sha256": common.sha256_model(guesser)}
 
 
+def test_rank_alpha_targets_and_seed_each_give_another_adapter(guesser, tasks, tmp_path):
+    data, found = sft_rows(tmp_path), []
+    for i, more in enumerate([[], ["--lora-rank", 2], ["--lora-alpha", 2], ["--lora-targets", "q_proj", "up_proj"],
+                              ["--seed", 1]]):
+        folder = tmp_path / f"run{i}"
+        done("train_sft.py", "--data", data, *flags(guesser, tasks, folder, "--lora-rank", 4, "--max-steps", 2, *more))
+        model = load_model(guesser)
+        load_adapter(model, find_adapter(str(folder)))
+        config = json.loads((folder / "checkpoint" / "adapter_config.json").read_text())
+        found.append((config["r"], config["lora_alpha"], len(config["target_modules"])))
+        assert not any(torch.equal(logits(model), x) for x in found if isinstance(x, torch.Tensor))
+        found.append(logits(model))
+    assert found[::2] == [(4, 8, 7), (2, 4, 7), (4, 2, 7), (4, 8, 2), (4, 8, 7)]
+
+
 def test_grpo_goes_on_with_an_sft_adapter_which_is_its_reference(sft_run, guesser, tasks, tmp_path):
     """k3 at the tokens of step 1, before the first update: 0 against the adapter, not against the bare base (T58)."""
     sft, _ = sft_run
@@ -546,9 +561,8 @@ def test_grpo_goes_on_with_an_sft_adapter_which_is_its_reference(sft_run, guesse
     assert record["sha256"] == common.sha256_model(guesser, sft / "checkpoint") != record["base_sha256"]
 
 
-@pytest.mark.parametrize("script, more", [
-    pytest.param("train_rft.py", ["--arm", "rft_shortest_braked"], id="rft"),
-    pytest.param("train_opd.py", ["--hint", ""], id="opd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script, more", [("train_rft.py", ["--arm", "rft_shortest_braked"]),
+                                          ("train_opd.py", ["--hint", ""])], ids=["rft", "opd"])
 def test_the_others_start_from_an_adapter_too(script, more, sft_run, guesser, tasks, tmp_path):
     sft, _ = sft_run
     done(script, *grpo(guesser, tasks, tmp_path / "run", "--adapter", sft, "--max-steps", 2, *more)[1:])
