@@ -517,7 +517,7 @@ class Adapter:
     targets: list | str        # ends of the layers' names, or a pattern for whole names
     rslora: bool = False       # scale alpha / sqrt(r) (arXiv 2312.03732) in place of alpha / r
     base: str | None = None    # name of the frozen model
-    base_sha256: str = ""      # of its weight files; kept in the header of the tensors' file, where no reader minds it
+    base_sha256: str = ""      # of its weight files; kept in base.json, since peft warns of keys that it does not know
 
     @property
     def scale(self):
@@ -633,8 +633,8 @@ def load_adapter(model, folder, base=None, base_sha256=""):
     for name, layer in layers.items():
         want[lora_key(f"{name}.lora_A")] = torch.Size((adapter.rank, layer.in_features))
         want[lora_key(f"{name}.lora_B")] = torch.Size((layer.out_features, adapter.rank))
-    with safe_open(folder / "adapter_model.safetensors", framework="pt") as f:
-        adapter.base_sha256 = (f.metadata() or {}).get("base_sha256", "")
+    if (folder / "base.json").exists():
+        adapter.base_sha256 = str(read_json(folder / "base.json").get("sha256") or "")
     if base_sha256 and adapter.base_sha256 and base_sha256 != adapter.base_sha256:
         raise UserError(f"{folder}: trained on {adapter.base} (hash {adapter.base_sha256[:12]}), --model {base} has "
                         f"hash {base_sha256[:12]}: another base")
@@ -679,13 +679,17 @@ def set_up_lora(model, folder, args):
 
 
 def save_adapter(model, folder):
-    """Writes adapter_config.json and adapter_model.safetensors into `folder` as peft does; whole or not at all."""
+    """
+    Writes adapter_config.json and adapter_model.safetensors into `folder` as peft does, and base.json with the hash of
+    the base; whole or not at all, and the same bytes for the same adapter.
+    """
     folder, a = Path(folder), model.adapter
     tmp = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     state = {lora_key(n): p.detach().cpu().contiguous() for n, p in model.named_parameters() if "lora_" in n}
-    save_file(state, tmp / "adapter_model.safetensors", metadata={"format": "pt", "base_sha256": a.base_sha256})
+    save_file(state, tmp / "adapter_model.safetensors", metadata={"format": "pt"})   # two keys would have any order
+    (tmp / "base.json").write_text(json.dumps({"name": a.base, "sha256": a.base_sha256}) + "\n")
     alpha = int(a.alpha) if a.alpha == int(a.alpha) else a.alpha
     (tmp / "adapter_config.json").write_text(json.dumps({
         "alpha_pattern": {}, "auto_mapping": None, "base_model_name_or_path": a.base, "bias": "none",

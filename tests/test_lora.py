@@ -11,8 +11,7 @@ import pytest
 import torch
 from helpers import problem, tiny_folder, tiny_model, tiny_tokenizer, write_rows
 from launch import jsonl, metrics, refused, run
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import common
 import model as model_module
@@ -169,7 +168,8 @@ def test_peft_loads_ours_with_the_same_logits_and_keys(kind, tied, how, tmp_path
     for config in (mine, its):
         config["target_modules"] = sorted(config["target_modules"])
     assert mine == {k: its.get(k) for k in mine}
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["adapter_config.json", "adapter_model.safetensors",
+                                                                  "base.json"]
 
 
 @pytest.mark.parametrize("config", [
@@ -253,7 +253,7 @@ def test_a_checkpoint_brings_adapter_and_optimizer_back(tmp_path):
     train(model, optimizer, 2)
     save_checkpoint(tmp_path / "c", model, tiny_tokenizer(), optimizer, {"step": 2})
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["adapter_config.json", "adapter_model.safetensors",
-                                                                  "resume.pt"]
+                                                                  "base.json", "resume.pt"]
     other = tiny_model()
     add_lora(other, 4, seed=9)
     second = common.make_optimizer(other, 1e-2)
@@ -264,6 +264,19 @@ def test_a_checkpoint_brings_adapter_and_optimizer_back(tmp_path):
     whole = tiny_model()
     with pytest.raises(UserError, match="model.safetensors is missing"):
         load_checkpoint(tmp_path / "c", whole, common.make_optimizer(whole, 1e-2))
+
+
+def test_the_same_adapter_is_the_same_bytes(tmp_path):
+    model = with_adapter(tiny_model(), base="b", base_sha256="11")
+    for i in range(8):
+        save_adapter(model, tmp_path / str(i))
+    for name in ("adapter_config.json", "adapter_model.safetensors", "base.json"):
+        assert len({(tmp_path / str(i) / name).read_bytes() for i in range(8)}) == 1
+    again = tiny_model()
+    load_adapter(again, tmp_path / "0", "b", "11")
+    save_adapter(again, tmp_path / "again")
+    assert (tmp_path / "again" / "adapter_config.json").read_text() == (
+        tmp_path / "0" / "adapter_config.json").read_text()
 
 
 def test_memory_and_disk_count_the_trained_weights(monkeypatch, tmp_path):
@@ -457,10 +470,7 @@ def test_the_hash_of_the_base_is_compared_and_a_mere_name_is_said(saved, tmp_pat
         load_adapter(tiny_model(), saved, "other/model", "cd" * 32)
     load_adapter(tiny_model(), saved, "a/copy", "ab" * 32)
     assert capsys.readouterr().out == ""
-    tensors = load_file(saved / "adapter_model.safetensors")
-    foreign = copied(saved, tmp_path)
-    save_file(tensors, foreign / "adapter_model.safetensors", metadata={"format": "pt"})   # as peft writes it
-    load_adapter(tiny_model(), foreign, "a/copy", "ab" * 32)
+    load_adapter(tiny_model(), copied(saved, tmp_path), "a/copy", "ab" * 32)   # without base.json, as from peft
     assert "its base is data/tiny, --model is a/copy" in capsys.readouterr().out
 
 
@@ -524,8 +534,8 @@ def test_sft_with_an_adapter_leaves_an_adapter_and_says_so(sft_run, guesser):
     assert any(p.any() for n, p in model.named_parameters() if n.endswith("lora_B"))
     config = json.loads((folder / "checkpoint" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(guesser) and config["r"] == 4
-    with safe_open(folder / "checkpoint" / "adapter_model.safetensors", framework="pt") as f:
-        assert f.metadata()["base_sha256"] == common.sha256_model(guesser)
+    assert json.loads((folder / "checkpoint" / "base.json").read_text()) == {
+        "name": str(guesser), "sha256": common.sha256_model(guesser)}
     final = json.loads((folder / "final.json").read_text())
     assert final["config"]["trained_parameters"] == model.num_trained() and final["config"]["lora_alpha"] == 8
     assert final["model"] == {"name": str(guesser), "sha256": common.sha256_model(guesser)}
