@@ -14,10 +14,10 @@ cd "$(dirname "$0")/.."
 LORA_LR=${LORA_LR:-1e-3} FULL_LR=${FULL_LR:-3e-5}
 
 MODEL=${MODEL:-data/tiny} OUT=${OUT:-runs/reality} LABBOOK=${LABBOOK:-labbook.md} DEVICE=${DEVICE:-auto}
-SEEDS=${SEEDS:-0 1 2} VARIANTS=${VARIANTS:-lora full} STEPS=${STEPS:-120} JOBS=${JOBS:-2} THREADS=${THREADS:-1}
+SEEDS=${SEEDS:-0 1 2} VARIANTS=${VARIANTS:-lora full} STEPS=${STEPS:-120} JOBS=${JOBS:-2} THREADS=${THREADS:-1} GPUS=${GPUS:-}
 TUNE_LORA=${TUNE_LORA:-3e-4 1e-3 3e-3} TUNE_FULL=${TUNE_FULL:-1e-5 3e-5 1e-4} TUNE_SFT=${TUNE_SFT:-1e-4 3e-4 1e-3}
 TEACHER=${TEACHER:-$OUT/teacher/checkpoint} PORT=${PORT:-8008} ATTEMPTS=${ATTEMPTS:-4}
-export OUT LABBOOK OMP_NUM_THREADS=$THREADS
+export OUT LABBOOK GPUS OMP_NUM_THREADS=$THREADS
 mkdir -p "$OUT"
 
 # the same for every run: 240 problems, 60 + 60 held out, 32 answers an optimizer step (4 problems x 8)
@@ -29,12 +29,14 @@ once() {   # name, script, flags ...
     if grep -qs '"status": "ok"' "$folder/final.json"; then echo "$folder: done"; return; fi
     if [ -e "$folder/checkpoint" ]; then command=("$1" --resume "$folder")
     else rm -rf "$folder"; command=("$@" --output-dir "$folder"); fi
+    # GPUS=2: the runs that go on side by side are dealt out to two GPUs
+    [ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$((SLOT % GPUS))
     echo "$folder: python ${command[0]} ..."
     python "${command[@]}" --labbook "$LABBOOK" >> "$folder.log" 2>&1 || { tail -n 1 "$folder.log" >&2; return 1; }
     tail -n 1 "$folder.log"
 }
 export -f once
-all() { xargs -L 1 -P "$JOBS" bash -c 'once "$@"' once; }
+all() { xargs -L 1 -P "$JOBS" ${GPUS:+--process-slot-var=SLOT} bash -c 'once "$@"' once; }
 flags() { if [ "$1" = lora ]; then echo "--lora-rank 16 --lr $2"; else echo "--lr $2"; fi; }
 
 tune() {
