@@ -2,7 +2,7 @@
 Speed and memory, each beside what a user would pick instead: the same work, in one run, on one machine.
 
     python bench.py rollout    sampled tokens a second, start-up, skewed lengths        against HF generate and vLLM
-    python bench.py train      a whole GRPO step, and a learning step of 512 tokens a row       against TRL
+    python bench.py train      a whole GRPO step, a learning step, sampler against trainer      against TRL
     python bench.py memory     three ways to cut a batch; the step of full-parameter GRPO in little memory
     python bench.py cpu        rollout and train at a size that two CPU cores can bear          against HF and TRL
     python bench.py sandbox    programs a second        against a fresh interpreter a program, and bubblewrap
@@ -38,6 +38,7 @@ import torch
 import common
 from common import UserError, number
 from engine import Engine
+from envs import get_task
 from model import Config, Transformer, find_folder, llama_config, load_model, read_json, save_model
 from train_grpo import Places, group_advantage, grpo_loss, token_weights
 
@@ -386,6 +387,7 @@ def train(args, m, table):
     show(case, [step(i) for i in range(1, args.repeats + 1)])
     if args.mode != "cpu":
         learn_long_rows(args, m, table, model, optimizer, micro)
+        agreement(args, m, table)
     if "trl" not in args.against:
         return
     if not importlib.util.find_spec("trl"):
@@ -428,6 +430,37 @@ def learn_long_rows(args, m, table, model, optimizer, micro):
     flops = learn_flops(model.config, model.num_params(), [long] * rows, rows * (long - 1))
     table.add(f"learning step, {args.shape}, {rows} x {long} tokens", "ours", took, "s", flops / took / m.product,
               f"{flops / 1e12:.4g} TFLOP, {micro} tokens a backward pass")
+
+
+def agreement(args, m, table, new=128):
+    """
+    Do sampler and trainer see the same numbers? Mean and largest difference of their log-probs of the sampled tokens,
+    the mean ratio (1 for equal distributions), in fp32 and in the dtype of the products; sampled with temperature 0.6,
+    1 and 1.3, answers to real problems where the model has a tokenizer; then the trainer against itself: once more, and
+    with the rows in another order.
+    """
+    if args.shape in SHAPES:
+        prompts, end = make_prompts(args, SHAPES[args.shape]["vocab_size"], args.rows[0], 0), ()
+    else:
+        tokenizer, end = common.load_tokenizer(find_folder(args.shape)), None
+        prompts = [common.encode_prompt(tokenizer, row["prompt"])
+                   for row in get_task("arithmetic").load("train", args.rows[0] // args.num_generations)]
+    for dtype in dict.fromkeys((torch.float32, m.dtype)):
+        model = make_model(args, SimpleNamespace(device=m.device, dtype=dtype), torch.float32)
+        engine, name = Engine(model, slots=args.rows[0]), str(dtype)[6:]
+        for temperature in (0.6, 1.0, 1.3):
+            r = engine.generate(prompts, args.num_generations, max_new=new, eos_ids=end, temperature=temperature)
+            logp, at = common.score(model, r, temperature)[0], r.mask[:, 1:]
+            gap = (logp - r.logp)[at]
+            table.add(f"log-probs of sampler and trainer, {args.shape}, {name}, temperature {temperature}", "ours",
+                      float(gap.abs().mean()), "nats a token", note=f"at most {float(gap.abs().max()):.2g}, mean ratio "
+                                                                    f"{float(gap.double().exp().mean()):.6f}")
+        order = torch.randperm(len(r.ids), generator=torch.Generator().manual_seed(0))
+        mixed = SimpleNamespace(ids=r.ids[order], mask=r.mask[order], length=r.length[order])
+        off = float((common.score(model, mixed, temperature)[0] - logp[order]).abs().max())
+        table.add(f"log-probs of the trainer, {args.shape}, {name}, scored again", "ours",
+                  "bit-equal" if torch.equal(common.score(model, r, temperature)[0], logp) else "not bit-equal",
+                  note=f"rows in another order: off by at most {off:.1g}")
 
 
 def save_with_tokenizer(model, folder):
