@@ -85,6 +85,21 @@ def test_three_ways_to_cut_a_batch_have_one_gradient_and_the_right_memory():
 # ----------------------------------------------------------------------------------------------------------------------
 # The GRPO step
 
+def test_sampler_and_trainer_are_compared_in_both_precisions(tmp_path, capsys):
+    helpers.tiny_folder(tmp_path / "model", scale=4)
+    args = argparse.Namespace(shape=str(tmp_path / "model"), rows=[8], num_generations=4, prompt=8)
+    table = bench.Table()
+    bench.agreement(args, bench.Machine(torch.device("cpu"), torch.bfloat16, 0.0), table, new=12)
+    figures = {line["case"]: line for line in table.lines}
+    assert len(figures) == 8
+    for case, line in figures.items():
+        if "scored again" in case:
+            assert line["value"] == "bit-equal"
+        else:   # bf16 rounds: a difference of 0 would mean that one was compared with itself
+            assert 0 < line["value"] < (1e-5 if "float32" in case else 0.05), case
+            assert abs(float(line["note"].split()[-1]) - 1) < (1e-5 if "float32" in case else 0.02)
+
+
 def test_the_timed_step_is_a_step():
     model = helpers.tiny_model(scale=3.0)
     optimizer, engine = common.make_optimizer(model, 1e-3), Engine(model, slots=16)
