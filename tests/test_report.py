@@ -2,13 +2,17 @@
 report.py: verdicts on results with known answers, margins, predictions, broken folders, and the files that it writes.
 Run folders are simulated by fake_runs.py; one test reads those that train_grpo.py leaves.
 """
+import importlib.util
 import json
 import re
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from fake_runs import evaluation, fake_run, rollouts
-from helpers import run_script
+from helpers import ROOT, run_script
 
 import common
 import report
@@ -527,3 +531,23 @@ def test_a_report_on_real_runs(tmp_path, guesser, tasks):
     rows = json.loads(re.search(r'id="data">(.*?)</script>', (tmp_path / "out" / "report.html").read_text(), re.S)[1])
     assert len(rows) == 3 * 2 * 4 and {k for r in rows for k, _ in r["text"]} <= {"prompt", "trained", "sampled"}
     assert all(r["text"][0][1].endswith("<|assistant|>") for r in rows)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Other tools
+
+@pytest.mark.parametrize("tool", ["jq", "pandas"])
+def test_the_readmes_lines_for_other_tools_read_our_files(tool, tmp_path):
+    if not (shutil.which("jq") if tool == "jq" else importlib.util.find_spec("pandas")):
+        pytest.skip(f"needs package {tool}")
+    (tmp_path / "labbook.md").write_text("# Lab book\n\nSome prose.\n")
+    fake_run(tmp_path / "runs" / "lora", [(0, evaluation(MIDDLE)), (20, evaluation(MIDDLE + 0.1, seed=1))],
+             labbook=tmp_path / "labbook.md")
+    lines = [x for x in (ROOT / "README.md").read_text().split("\n")
+             if x.startswith(("jq ", "grep ", "python -c \"import pandas"))]
+    lines = [x.replace("python ", f"{sys.executable} ", 1) for x in lines if tool in x]
+    assert len(lines) == {"jq": 2, "pandas": 1}[tool]
+    for line in lines:
+        got = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+        assert got.returncode == 0 and not got.stderr, got.stderr
+        assert "pass@1" in got.stdout or "lora" in got.stdout or "heldout-same" in got.stdout
