@@ -10,9 +10,10 @@ ones. A prompt's keys and values are computed once (`extend`) and copied to the 
 last token: that one goes through the decode step like every later token, so there is one sampling path only. The host
 looks every few steps. Then it ends rows, cuts a row at the token that completed a stop string, writes the keys of
 injected text, gives free places to waiting rows, and moves rows down so that a short tail is cheap. On CUDA a decode
-step is one captured graph, in bf16 of the kernels in engine_cuda.py; on CPU and MPS the same function runs eagerly.
+step is one captured graph, in bf16 of the kernels in fused.py; on CPU and MPS the same function runs eagerly.
 
-Numbers. The steps are those of model.py: residual stream in fp32, products in `compute_dtype`, head with fp32 output.
+Numbers. The steps are those of model.py: residual stream in fp32, products in `compute_dtype`, head with fp32 output;
+with the kernels of fused.py the cache is fp16, as the keys and values of the trainer are.
 A token is drawn by inverse CDF from one uniform number, a hash of (seed, step, prompt id, sample, position). So a
 sample depends on its own prompt only and not on the rows beside it, up to the rounding of a matrix product whose row
 count changes. The weights are the model's own tensors: an in-place optimizer step is seen at once.
@@ -29,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from common import RunError, UserError, output_logits
-from model import packed_attention, rms_norm, rope_angles
+from model import head_factors, load_kernels, packed_attention, rms_norm, rope_angles
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Random numbers: a hash, so that a sample's draws are the same in every batch, on every device and after a resume
@@ -146,17 +147,6 @@ def rotate(x, cos, sin):
     return torch.addcmul(x32 * cos, x32.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
-def load_kernels():
-    """engine_cuda.py where Triton is installed (it comes with torch for CUDA), else None."""
-    try:
-        import engine_cuda
-    except ImportError as e:
-        if not (e.name or "").startswith("triton"):
-            raise
-        return None
-    return engine_cuda
-
-
 def swiglu(gate_up):
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -222,8 +212,14 @@ class Engine:
         self.copied = []   # (our copy in another dtype or on another device, modules, attribute)
         fp32, dtype, body, c = torch.float32, self.dtype, self.model.model, self.model.config
 
+        half = self.device.type == "cuda" and dtype != fp32
+        self.flash = half and flash_works(c, torch.float16 if load_kernels() else dtype, self.device)
+        self.fused = load_kernels() if self.flash and dtype == torch.bfloat16 else None   # fused.py, or the plain path
+
         def linear(*modules):
-            return self.take(modules, dtype), None if modules[0].bias is None else self.take(modules, dtype, "bias")
+            bias = modules[0].bias   # the kernels add it to an fp32 sum, as it is
+            return self.take(modules, dtype), None if bias is None else self.take(
+                modules, bias.dtype if self.fused else dtype, "bias")
 
         self.layers = []
         for layer in body.layers:
@@ -237,11 +233,11 @@ class Engine:
             self.layers.append(w)
         self.norm = self.take([body.norm], fp32)
         self.embed = self.take([body.embed_tokens], body.embed_tokens.weight.dtype)
-        self.head = self.take([body.embed_tokens if c.tie_word_embeddings else self.model.lm_head], dtype)
+        head = body.embed_tokens if c.tie_word_embeddings else self.model.lm_head
+        self.head = self.take([head], head_factors(head.weight) if self.fused else dtype)
         # on CPU output_logits would widen a bf16 head at each step
         self.head32 = self.head.float() if self.device.type == "cpu" and dtype != fp32 else None
-        self.flash = self.device.type == "cuda" and dtype != fp32 and flash_works(c, dtype, self.device)
-        self.fused = load_kernels() if self.flash else None   # engine_cuda, or None for the plain path
+        self.kv_dtype = torch.float16 if self.fused else dtype
 
     def take(self, modules, dtype, name="weight"):
         """
@@ -297,7 +293,7 @@ class Engine:
         """At least `slots` places of `length` tokens; keep: with what they hold now."""
         c, old = self.model.config, self.kv
         if old is not None:
-            if old.shape[2] >= slots and old.shape[4] >= length and old.dtype == self.dtype:
+            if old.shape[2] >= slots and old.shape[4] >= length and old.dtype == self.kv_dtype:
                 return
             # half as much again, so that rows that grow by injection do not move at every look
             length = max(old.shape[4], length if old.shape[4] >= length else max(length, old.shape[4] * 3 // 2))
@@ -307,8 +303,8 @@ class Engine:
         length = round_up(length, 64)
         shape = (2, c.num_hidden_layers, slots, c.num_key_value_heads, length, c.head_dim)
         # zeros, not empty: a masked position's weight is 0, and 0 * NaN is NaN
-        self.kv = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        if old is not None and old.dtype == self.dtype:
+        self.kv = torch.zeros(shape, dtype=self.kv_dtype, device=self.device)
+        if old is not None and old.dtype == self.kv_dtype:
             self.kv[:, :, :old.shape[2], :, :old.shape[4]] = old
         self.graphs = {}
         d, on = self.device, {"device": self.device}
@@ -319,7 +315,10 @@ class Engine:
         self.out_logp, self.out_entropy = self.out[1].view(torch.float32), self.out[2].view(torch.float32)
         self.counter = torch.zeros(1, dtype=torch.int64, **on)        # step inside the chunk, for the captured graph
         cos, sin = rope_angles(torch.arange(length, device=d), c.head_dim, c.rope_theta)
-        self.cos, self.sin = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]   # (T, 1, D)
+        if self.fused:
+            self.cos, self.sin = cos, sin   # (T, D / 2)
+        else:
+            self.cos, self.sin = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]   # (T, 1, D)
         # first row of (slot, head) in the cache seen as (S * Hkv * T, D)
         self.base = torch.arange(slots * c.num_key_value_heads, device=d).view(slots, -1) * length
         if self.flash:
@@ -331,20 +330,25 @@ class Engine:
     def blocks(self, ids, pos, rows, attend):
         """
         ids, pos (R,): tokens and their positions; rows (R * Hkv,): where each new key goes in the cache -> hidden
-        states (R, C) after the last norm. attend(layer, q, k, v) -> (R, Hq * D). The steps of Transformer.forward.
+        states (R, C) after the last norm, as the head takes them. attend(layer, q, k, v) -> (R, Hq * D). The steps of
+        Transformer.forward.
         """
         c, eps, dtype = self.model.config, self.model.config.rms_norm_eps, self.dtype
         hq, hkv, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         h = F.embedding(ids, self.embed).float()
         norms = [w.norm1 for w in self.layers[1:]] + [self.norm]   # what follows each layer
         if self.fused:
-            add_norm, rotate_store, act = self.fused.add_norm, self.fused.rotate_store, self.fused.swiglu
-            x = add_norm(h, None, self.layers[0].norm1, eps, dtype)
-            for i, (w, norm) in enumerate(zip(self.layers, norms)):
-                q = rotate_store(F.linear(x, *w.qkv), self.kv[0, i], self.kv[1, i], pos, rows, self.cos, self.sin,
-                                 (w.q_norm, w.k_norm) if c.qk_norm else None, eps, hq, hkv)
-                x = add_norm(h, F.linear(attend(i, q, None, None), *w.o), w.norm2, eps, dtype)
-                x = add_norm(h, F.linear(act(F.linear(x, *w.gate_up)), *w.down), norm, eps, dtype)
+            f, dtypes = self.fused, [dtype] * (len(self.layers) - 1) + [self.head.dtype]
+            x = f.add_norm_in_place(h, None, self.layers[0].norm1, eps, dtype)
+            for i, (w, norm, kind) in enumerate(zip(self.layers, norms, dtypes)):
+                q = f.rotate_store(f.product(x, w.qkv[0].t()), w.qkv[1], self.kv[0, i], self.kv[1, i], pos, rows,
+                                   self.cos, self.sin, (w.q_norm, w.k_norm) if c.qk_norm else None, eps, hq, hkv)
+                y = f.product(attend(i, q, None, None), w.o[0].t())
+                if w.o[1] is not None:
+                    y += w.o[1]
+                x = f.add_norm_in_place(h, y, w.norm2, eps, dtype)
+                y = f.product(f.swiglu(f.product(x, w.gate_up[0].t())), w.down[0].t())
+                x = f.add_norm_in_place(h, y, norm, eps, kind)
             return x
         cos, sin = self.cos[pos], self.sin[pos]   # (R, 1, D)
         x = rms_norm(h, self.layers[0].norm1, eps, dtype)
@@ -413,7 +417,7 @@ class Engine:
         keys, values = self.kv[0, layer].as_strided(shape, stride), self.kv[1, layer]
         values = values.as_strided(shape, stride)
         return torch.ops.aten._flash_attention_forward(q, keys, values, cu_q, cu_k, max_q, length, 0.0, causal, False,
-                                                       seqused_k=used)[0].flatten(1)
+                                                       seqused_k=used)[0].flatten(1).to(self.dtype)
 
     def decode(self, rows, length, j, temperature, greedy, entropy):
         """
