@@ -10,7 +10,8 @@ ones. A prompt's keys and values are computed once (`extend`) and copied to the 
 last token: that one goes through the decode step like every later token, so there is one sampling path only. The host
 looks every few steps. Then it ends rows, cuts a row at the token that completed a stop string, writes the keys of
 injected text, gives free places to waiting rows, and moves rows down so that a short tail is cheap. On CUDA a decode
-step is one captured graph, in bf16 of the kernels in fused.py; on CPU and MPS the same function runs eagerly.
+step is one captured graph, in bf16 of the kernels in fused.py, and the host looks at one chunk of steps while the
+device runs the next; on CPU and MPS the same function runs eagerly.
 
 Numbers. The steps are those of model.py: residual stream in fp32, products in `compute_dtype`, head with fp32 output;
 with the kernels of fused.py the cache is fp16, as the keys and values of the trainer are.
@@ -22,6 +23,7 @@ Left out on purpose: top-k, top-p, penalties (the trainer's log-probs would be t
 paged memory (slots of one length read no more bandwidth), speculative decoding.
 """
 import time
+from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -114,7 +116,8 @@ class Rollout:
     logp: torch.Tensor            # (B, T-1) fp32; logp[:, t] scores ids[:, t+1] as it was sampled; 0 where mask is 0
     entropy: torch.Tensor | None  # (B, T-1) nats, aligned like logp
     finish: list                  # "eos" | "stop" | "length"
-    # tokens_sampled, prompt_tokens, injected_tokens; prefill_s, decode_s, wall_s; tokens_per_s (sampled / wall_s);
+    # tokens_sampled, prompt_tokens, injected_tokens; prefill_s, decode_s (of the host, which on CUDA waits for tokens
+    # only), wall_s; tokens_per_s (sampled / wall_s);
     # steps; slot_steps (steps x slots that ran; tokens_sampled / slot_steps is the share that was of use); path: "fused
     # kernels" (CUDA in bf16 with Triton), "flash" (without Triton), "plain" (everything else)
     stats: dict
@@ -180,7 +183,7 @@ def flash_works(config, dtype, device):
 # ----------------------------------------------------------------------------------------------------------------------
 # The engine
 
-ROW_BUCKETS = (16, 32, 64, 128, 256, 512)   # one captured graph each; above 512 rows, multiples of 512
+ROW_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)   # one captured graph each; above 512 rows, multiples of 512
 EXTEND_TOKENS = 8192                        # prompt tokens of one packed forward: bounds the memory it takes
 
 
@@ -199,6 +202,7 @@ class Engine:
         self.look = 8 if self.device.type != "cpu" else 4   # decode steps between two looks of the host
         # A refill on a GPU is some hundred launches however few rows it brings, so it waits until a few have ended
         self.refill = max(1, slots // 16) if self.device.type == "cuda" else 1
+        self.ahead = int(self.device.type == "cuda")        # chunks of steps that run while the host reads another
         self.kv = None                                      # (2, L, S, Hkv, T, D): keys and values
         self.piece_ends = {}                                # stop strings -> which tokens can complete one of them
         self.load()
@@ -304,11 +308,12 @@ class Engine:
         shape = (2, c.num_hidden_layers, slots, c.num_key_value_heads, length, c.head_dim)
         # zeros, not empty: a masked position's weight is 0, and 0 * NaN is NaN
         self.kv = torch.zeros(shape, dtype=self.kv_dtype, device=self.device)
+        d, on, state = self.device, {"device": self.device}, getattr(self, "state", None)
+        self.state = torch.zeros(3, slots, dtype=torch.int64, **on)   # per slot: last token, its position, row key
         if old is not None and old.dtype == self.kv_dtype:
             self.kv[:, :, :old.shape[2], :, :old.shape[4]] = old
+            self.state[:, :old.shape[2]] = state   # ahead of the host's while a chunk is under way
         self.graphs = {}
-        d, on = self.device, {"device": self.device}
-        self.state = torch.zeros(3, slots, dtype=torch.int64, **on)   # per slot: last token, its position, row key
         self.u = torch.zeros(self.look, slots, **on)                  # uniform numbers of the next steps
         # token, log-prob, entropy of the last steps; the floats by their bits, so that one copy brings all to the host
         self.out = torch.zeros(3, self.look, slots, dtype=torch.int32, **on)
@@ -383,14 +388,13 @@ class Engine:
     def extend_pack(self, pack):
         slots, starts = [job[0] for job in pack], [job[1] for job in pack]
         lengths = [len(job[2]) for job in pack]
-        ids = torch.from_numpy(np.concatenate([np.asarray(job[2], dtype=np.int64) for job in pack])).to(self.device)
-        slot = torch.from_numpy(np.repeat(np.array(slots), lengths)).to(self.device)
-        pos_host = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths)])
-        pos = torch.from_numpy(pos_host).to(self.device)
-        cu = torch.tensor(np.cumsum([0] + lengths), dtype=torch.int32, device=self.device)
+        ids = self.send(np.concatenate([np.asarray(job[2], dtype=np.int64) for job in pack]))
+        slot = self.send(np.repeat(np.array(slots), lengths))
+        pos = self.send(np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths)]))
+        cu = self.send(np.cumsum([0] + lengths).astype(np.int32))
         if self.flash:
-            cu_k = torch.tensor(slots + [0], dtype=torch.int32, device=self.device) * self.cu_k[1]
-            used = torch.tensor([s + n for s, n in zip(starts, lengths)], dtype=torch.int32, device=self.device)
+            cu_k = self.send(np.array(slots + [0], dtype=np.int32)) * (self.kv.shape[3] * self.kv.shape[4])
+            used = self.send(np.array([s + n for s, n in zip(starts, lengths)], dtype=np.int32))
 
             def attend(i, q, k, v):
                 return self.flash_attention(i, q, cu, cu_k, max(lengths), used, causal=True)
@@ -466,23 +470,44 @@ class Engine:
         # a row that ended inside the chunk runs on until the host looks; the clamp keeps its writes in its own slot
         self.state[1, :rows] = (pos + 1).clamp_(max=self.kv.shape[4] - 1)
 
+    def send(self, array):
+        """A numpy array -> the same on the device. Nothing waits: on CUDA the copy is one more thing in the queue."""
+        x = torch.from_numpy(array)
+        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x.to(self.device)
+
     @torch.inference_mode()
-    def decode_chunk(self, rows, steps, state, length, temperature, greedy, entropy):
-        """Runs `steps` steps of `rows` slots from the host's state (3, rows) -> tokens, log-probs, entropies."""
-        self.state[:, :rows] = torch.from_numpy(state).to(self.device)
+    def launch(self, rows, steps, state, fresh, length, temperature, greedy, entropy):
+        """
+        Starts `steps` steps of `rows` slots, those in `fresh` from the host's state (3, rows), the others from where
+        the device left them -> what read() turns into tokens, log-probs and entropies.
+        """
+        if len(fresh) == rows:
+            self.state[:, :rows] = self.send(state)
+        elif len(fresh):
+            self.state[:, self.send(fresh)] = self.send(state[:, fresh])
         if not self.fused:   # the fused sampler hashes by itself
             at = self.state[1, :rows] + torch.arange(1, steps + 1, device=self.device)[:, None]
             self.u[:steps, :rows] = key_uniform(self.state[2, :rows], at)
-        if self.device.type == "cuda":
-            self.counter.zero_()
-            graph = self.graph(rows, temperature, greedy, entropy)
-            for _ in range(steps):
-                graph.replay()
-        else:
+        if self.device.type != "cuda":
             length = min(round_up(length, 32), self.kv.shape[4])
             for j in range(steps):
                 self.decode(rows, length, j, temperature, greedy, entropy)
-        token, logp, ent = self.out[:, :steps, :rows].cpu().numpy()
+            return self.out[:, :steps, :rows].to("cpu", copy=True), None
+        self.counter.zero_()
+        graph = self.graph(rows, temperature, greedy, entropy)
+        for _ in range(steps):
+            graph.replay()
+        out = torch.empty(3, steps, rows, dtype=torch.int32, pin_memory=True)
+        out.copy_(self.out[:, :steps, :rows], non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return out, done
+
+    def read(self, out, done):
+        """Waits for the steps of a launch -> tokens, log-probs, entropies (K, R)."""
+        if done is not None:
+            done.synchronize()
+        token, logp, ent = out.numpy()
         return token, logp.view(np.float32), ent.view(np.float32)
 
     def graph(self, rows, temperature, greedy, entropy):
@@ -548,6 +573,9 @@ class Engine:
         slot_row = np.full(self.kv.shape[2], -1)       # row that owns the slot, -1 when free
         slot_prompt = np.full(self.kv.shape[2], -1)    # prompt whose keys the slot begins with; new at each call, since
         usable = min(self.slots, self.kv.shape[2])     # the weights may have changed
+        fresh = np.ones(self.kv.shape[2], dtype=bool)  # slots whose state the host knows and the device does not
+        flying = deque()                               # chunks that were started and not read
+        promised = np.zeros(b, dtype=np.int64)         # tokens of each row in them
         waiting, stats = 0, {"prefill_s": 0.0, "decode_s": 0.0, "steps": 0, "slot_steps": 0}
         while True:
             # admit: rows in order, into the lowest free slots
@@ -557,9 +585,10 @@ class Engine:
                 slot_row[free] = np.arange(waiting, waiting + len(free))
                 waiting += len(free)
                 self.admit(free, slot_row[free] // n, prompts, slot_prompt)
+                fresh[free] = True
                 stats["prefill_s"] += time.perf_counter() - clock
             live = np.flatnonzero(slot_row >= 0)
-            if not len(live):
+            if not len(live) and not flying:
                 break
             slot_prompt[slot_row < 0] = -1   # a graph's idle slots are written to
             # compact: live rows beyond the slots of the next step move into holes below
@@ -567,27 +596,44 @@ class Engine:
             high, holes = live[live >= size], np.flatnonzero(slot_row[:size] < 0)
             if len(high):
                 holes = holes[:len(high)]
-                used = int(run.length[slot_row[high]].max())
+                used = int((run.length + promised)[slot_row[high]].max())
                 self.copy_slots(high, holes, used)
-                slot_row[holes], slot_prompt[holes] = slot_row[high], slot_prompt[high]
-                slot_row[high] = -1
+                slot_row[holes], slot_prompt[holes], fresh[holes] = slot_row[high], slot_prompt[high], fresh[high]
+                slot_row[high], fresh[high] = -1, True
             # decode a few steps
             clock = time.perf_counter()
             rows = slot_row[:size].copy()
-            room = run.room(rows, max_new, most)
-            steps = int(min(self.look, room.max()))
-            longest = int(run.length[rows[rows >= 0]].max()) + steps
-            self.reserve(0, longest)
-            tokens, logps, ents = self.decode_chunk(size, steps, run.state(rows), longest, float(temperature), greedy,
-                                                    entropy)
+            room = run.room(rows, max_new, most) - np.where(rows >= 0, promised[rows], 0)
+            steps = int(min(self.look, room.max(initial=0)))
+            if steps > 0:
+                if not flying:
+                    fresh[:] = True   # the host has seen all
+                longest = int((run.length + promised)[rows[rows >= 0]].max()) + steps
+                self.reserve(0, longest)
+                out = self.launch(size, steps, run.state(rows), np.flatnonzero(fresh[:size]), longest,
+                                  float(temperature), greedy, entropy)
+                fresh[:size] = False
+                take = np.clip(room, 0, steps)
+                promised[rows[rows >= 0]] += take[rows >= 0]
+                flying.append((rows, take, out))
+                stats["steps"] += steps
+                stats["slot_steps"] += steps * size
+                if on_stop is None:   # a row that reaches its length leaves now: nothing in its tokens can prolong it
+                    gone = np.flatnonzero((rows >= 0) & (room <= steps))
+                    slot_row[gone], fresh[gone] = -1, True
+            if steps > 0 and len(flying) <= self.ahead:
+                continue
+            rows, take, out = flying.popleft()
+            tokens, logps, ents = self.read(*out)
             stats["decode_s"] += time.perf_counter() - clock
-            stats["steps"] += steps
-            stats["slot_steps"] += steps * size
             # look: end rows, cut at stops, inject
-            took = run.append(rows, tokens, logps, ents, np.minimum(room, steps), eos)
+            take = np.where(rows >= 0, take, 0)
+            promised[rows[rows >= 0]] -= take[rows >= 0]
+            took = run.append(rows, tokens, logps, ents, take, eos)
             jobs = []
-            for slot in self.stop_candidates(tokens, took, stop):
-                jobs += self.handle_stop(run, slot, rows[slot], took[slot], stop, on_stop, max_new, most)
+            for i in self.stop_candidates(tokens, took, stop):
+                for start, ids in self.handle_stop(run, rows[i], took[i], stop, on_stop, max_new, most):
+                    jobs.append((int(np.flatnonzero(slot_row == rows[i])[0]), start, ids))
             if jobs:
                 clock = time.perf_counter()
                 self.reserve(0, max(start + len(ids) + 1 for _, start, ids in jobs))
@@ -595,9 +641,17 @@ class Engine:
                 stats["prefill_s"] += time.perf_counter() - clock
             full = rows[(rows >= 0) & (run.room(rows, max_new, most) <= 0)]
             run.finish[full[run.finish[full] == GOING]] = LENGTH
-            slot_row[:size][run.finish[rows] != GOING] = -1   # idle slots stay -1 whatever row -1 says
+            # what is under way for a row that ended, or that went on from elsewhere, never happened
+            ended = rows[(rows >= 0) & (run.finish[rows] != GOING)]
+            changed = np.concatenate((ended, slot_row[[slot for slot, _, _ in jobs]]))
+            if len(changed):
+                promised[changed] = 0
+                fresh[np.isin(slot_row, changed)] = True
+                slot_row[np.isin(slot_row, ended)] = -1
+            for other, _, _ in flying:
+                other[np.isin(other, changed)] = -1
             if progress is not None:
-                progress(waiting - int((slot_row >= 0).sum()), b, int(run.sampled.sum()))
+                progress(int((run.finish != GOING).sum()), b, int(run.sampled.sum()))
         stats["wall_s"] = time.perf_counter() - began
         return run.result(stats, self)
 
@@ -647,11 +701,12 @@ class Engine:
 
     @torch.inference_mode()
     def copy_slots(self, sources, targets, length):
-        """Copies the first `length` places; what lies there beyond a row's own length is overwritten as it grows."""
+        """Copies state and the first `length` places; what lies beyond a row's length is overwritten as it grows."""
         each = max(1, EXTEND_TOKENS * 2 // max(length, 1))   # slots at a time: bounds the memory of the gather
         for i in range(0, len(sources) if length else 0, each):
-            source, target = (torch.as_tensor(x[i:i + each], device=self.device) for x in (sources, targets))
+            source, target = (self.send(np.asarray(x[i:i + each])) for x in (sources, targets))
             self.kv[:, :, target, :, :length] = self.kv[:, :, source, :, :length]
+            self.state[:, target] = self.state[:, source]
 
     # Stop strings -----------------------------------------------------------------------------------------------------
 
@@ -674,8 +729,8 @@ class Engine:
         counts = np.arange(tokens.shape[0])[:, None] < took
         return np.flatnonzero(((table[tokens] > 0) & counts).any(axis=0))
 
-    def handle_stop(self, run, slot, row, took, stop, on_stop, max_new, most):
-        """Cuts the row where a stop string is complete, and asks on_stop how to go on -> jobs for extend()."""
+    def handle_stop(self, run, row, took, stop, on_stop, max_new, most):
+        """Cuts the row where a stop string is complete, asks on_stop how to go on -> [(start, ids)] for extend()."""
         start, length = run.segment[row], run.length[row] - (run.finish[row] == EOS)
         if not any(s in self.text(run.ids[row, start:length]) for s in stop):
             return []
@@ -697,7 +752,7 @@ class Engine:
             run.inject(row, inject)
             if run.room(np.array([row]), max_new, most)[0] > 0:
                 # from the stop's last token on: its keys may not have been written, the last injected one's will be
-                return [(int(slot), int(end) - 1, run.ids[row, end - 1:run.length[row] - 1])]
+                return [(int(end) - 1, run.ids[row, end - 1:run.length[row] - 1])]
         return []
 
 
