@@ -1097,40 +1097,47 @@ def head_backward(hidden, weight, targets, fn, temperature=1.0, full=False, chun
     Adds to weight.grad, and returns the gradient of hidden (P, C) and the sums of the metrics; the caller ends with
     hidden.backward(gradient), one pass through the body.
     """
-    chunk = chunk or chunk_rows(weight.shape[0], hidden.device)
-    grad, sums = torch.zeros_like(hidden), {}
-    dtype = head_dtype(hidden, weight)
-    w = weight.detach().to(dtype)
+    grad, sums, dtype = torch.zeros_like(hidden), {}, head_dtype(hidden, weight)
     # gradients are far smaller than fp16 numbers: their products are bf16
-    half = torch.bfloat16 if dtype == torch.float16 else dtype
-    wide, w_back = dtype != hidden.dtype, w if dtype == half else weight.detach().to(half)
+    half, through = torch.bfloat16 if dtype == torch.float16 else dtype, dtype != hidden.dtype
+    if through:   # the model runs through these kernels
+        import fused
+    # with them the passes over the logits keep half of what they keep else
+    chunk = chunk or chunk_rows(weight.shape[0], hidden.device) * (2 if through and not full else 1)
+    w = weight.detach().to(dtype)
+    w_back = w if dtype == half else weight.detach().to(half)
     if weight.requires_grad and weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     for start in range(0, hidden.shape[0], chunk):
         rows = slice(start, min(start + chunk, hidden.shape[0]))
         h = hidden[rows].detach()
-        z = output_logits(h.to(dtype), w).div_(temperature)                                # (R, V) fp32
+        z = output_logits(h.to(dtype), w)                                            # (R, V) fp32
         if full:
             with torch.enable_grad():
-                z.requires_grad_()
+                z.div_(temperature).requires_grad_()
                 loss, metrics = fn(z, rows)
-                dz = torch.autograd.grad(loss, z)[0]
+                dz = torch.autograd.grad(loss, z)[0].div_(temperature)
         else:
-            lse = z.logsumexp(-1)
-            logp = z.gather(1, targets[rows, None])[:, 0] - lse                  # (R,)
-            p = (z - lse[:, None]).exp_()
-            entropy = lse - (p * z).sum(-1)
+            if through:
+                logp, entropy, lse = fused.head_stats(z, targets[rows], temperature)
+            else:
+                lse = z.div_(temperature).logsumexp(-1)
+                logp = z.gather(1, targets[rows, None])[:, 0] - lse                  # (R,)
+                p = (z - lse[:, None]).exp_()
+                entropy = lse - (p * z).sum(-1)
             with torch.enable_grad():
                 logp.requires_grad_()
                 loss, metrics = fn(logp, entropy, rows)
                 g = torch.autograd.grad(loss, logp)[0]
-            # d logp_target / dz = onehot(target) - p
-            dz = p.mul_(-g[:, None]).scatter_add_(1, targets[rows, None], g[:, None])
-        dz, h = dz.div_(temperature).to(half), h.to(half)
-        grad[rows] = torch.mm(dz, w_back, out_dtype=hidden.dtype) if wide else dz @ w_back
+            if through:
+                dz = fused.head_grad(z, lse, targets[rows], g, temperature)
+            else:   # d logp_target / dz = onehot(target) - p
+                dz = p.mul_(-g[:, None]).scatter_add_(1, targets[rows, None], g[:, None]).div_(temperature)
+        dz, h = dz.to(half), h.to(half)
+        grad[rows] = torch.mm(dz, w_back, out_dtype=hidden.dtype) if through else dz @ w_back
         if weight.requires_grad and weight.grad.dtype == dz.dtype:
             weight.grad.addmm_(dz.t(), h)   # without a temporary of (V, C)
-        elif weight.requires_grad and wide:
+        elif weight.requires_grad and through:
             torch.addmm(weight.grad, dz.t(), h, out_dtype=weight.grad.dtype, out=weight.grad)   # likewise
         elif weight.requires_grad:
             weight.grad.add_(dz.t() @ h)
@@ -1152,12 +1159,19 @@ def score(model, rollout, temperature=1.0, tokens=16384):
         hidden = model(p.ids, p.lengths)[p.where]
         chunk, weight = chunk_rows(model.head_weight.shape[0], model.device), model.head_weight
         dtype = head_dtype(hidden, weight)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        through, hidden, weight = dtype != hidden.dtype, hidden.to(dtype), weight.to(dtype)
+        if through:   # the model runs through these kernels
+            import fused
         for s in range(0, len(p.targets), chunk):
-            all_logp = (output_logits(hidden[s:s + chunk], weight) / temperature).log_softmax(-1)
+            z, targets = output_logits(hidden[s:s + chunk], weight), p.targets[s:s + chunk]
+            if through:
+                part_logp, part_entropy, _ = fused.head_stats(z, targets, temperature)
+            else:
+                all_logp = (z / temperature).log_softmax(-1)
+                part_logp = all_logp.gather(1, targets[:, None])[:, 0]
+                part_entropy = -(all_logp.exp() * all_logp).sum(-1)
             places = (p.row[s:s + chunk].cpu(), p.col[s:s + chunk].cpu())
-            logp[places] = all_logp.gather(1, p.targets[s:s + chunk, None])[:, 0].cpu()
-            entropy[places] = -(all_logp.exp() * all_logp).sum(-1).cpu()
+            logp[places], entropy[places] = part_logp.cpu(), part_entropy.cpu()
     return logp, entropy
 
 

@@ -421,6 +421,61 @@ def mlp(x, m):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The head's loss: the logits are read once for log-prob and entropy, and once for their gradient
+
+
+@triton.jit
+def head_stats_kernel(logits, targets, logp, entropy, lse, V, temperature, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    # each lane keeps its own maximum; they meet after the walk. Finite at the start: inf - inf would be NaN
+    top, total, dot = tl.full([BLOCK], -1e30, tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        z = tl.load(logits + row * V + start + col, mask=start + col < V, other=float("-inf")) / temperature
+        new = tl.maximum(top, z)
+        fade, e = tl.exp(top - new), tl.exp(z - new)
+        total = total * fade + e
+        dot = dot * fade + tl.where(z == float("-inf"), 0.0, e * z)
+        top = new
+    peak = tl.max(top, 0)
+    weight = tl.exp(top - peak)
+    whole = tl.sum(total * weight, 0)
+    sums = peak + tl.log(whole)
+    z = tl.load(logits + row * V + tl.load(targets + row)) / temperature
+    tl.store(logp + row, z - sums)
+    tl.store(entropy + row, sums - tl.sum(dot * weight, 0) / whole)
+    tl.store(lse + row, sums)
+
+
+@triton.jit
+def head_grad_kernel(logits, lse, targets, g, dlogits, V, temperature, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(logits + row * V + col, mask=col < V, other=float("-inf")) / temperature
+    # d logp_target / dz = onehot(target) - p
+    d = tl.where(col == tl.load(targets + row), 1.0, 0.0) - tl.exp(z - tl.load(lse + row))
+    d *= tl.load(g + row) / temperature
+    tl.store(dlogits + row * V + col, d.to(dlogits.dtype.element_ty), mask=col < V)
+
+
+def head_stats(logits, targets, temperature):
+    """logits (R, V) fp32 before the temperature, targets (R,) -> log-prob, entropy in nats, log-sum-exp (R,)."""
+    rows, v = logits.shape
+    logp, entropy, lse = torch.empty(3, rows, device=logits.device)
+    head_stats_kernel[(rows,)](logits, targets, logp, entropy, lse, v, temperature, BLOCK=2048, num_warps=8)
+    return logp, entropy, lse
+
+
+def head_grad(logits, lse, targets, g, temperature):
+    """g (R,): the gradient of each target's log-prob -> that of the logits (R, V), bf16."""
+    rows, v = logits.shape
+    out = torch.empty_like(logits, dtype=BF16)
+    head_grad_kernel[(rows, triton.cdiv(v, 4096))](logits, lse, targets, g, out, v, temperature, BLOCK=4096,
+                                                   num_warps=8)
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Decode attention: one program reads the used part of one slot's key/value head, for all query heads of its group
 
 

@@ -551,7 +551,7 @@ def test_imports_go_one_way():
     """Scripts import eval_passk, envs, engine, model, common; nothing imports a training script."""
     order = ["fused", "common", "model", "engine", "sandbox", "envs", "eval_passk"]
     ours = set(order) | set(SCRIPTS)
-    may = {"fused": set(), "common": set(), "model": {"fused", "common"},
+    may = {"fused": set(), "common": {"fused"}, "model": {"fused", "common"},
            "engine": {"model", "common"}, "sandbox": set(), "envs": {"sandbox", "common"},
            "eval_passk": {"envs", "engine", "model", "common"},
            "bench": set(order) | {"train_grpo"}}   # what it times is the loss that the script computes

@@ -90,23 +90,22 @@ def test_graph_equals_eager(compute, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fused_kernels_flash_and_masked_attention_agree(shape, monkeypatch):
+def test_fused_kernels_flash_and_masked_attention_are_near_fp32(shape, monkeypatch):
     """One model, three paths; teacher-forced through the prompts, so that no sampled token hides a difference."""
-    model, out = small(*shape), {}
     prompts = [[(7 * i + 3 * j) % (V - 2) + 2 for j in range(5 + 9 * i)] for i in range(20)]
+    exact = small(*shape, compute=FP32)
     for path in ("fused kernels", "flash", "plain"):
         if path == "flash":
             monkeypatch.setattr(engine_module, "load_kernels", lambda: None)
         elif path == "plain":
             monkeypatch.setattr(engine_module, "flash_works", lambda *args: False)
-        e = Engine(model, slots=160)
-        out[path] = e.generate(prompts, 8, max_new=2, seed=3, greedy=True, entropy=True)
-        if e.fused or path != "fused kernels":
-            assert out[path].stats["path"] == path
-    first = torch.arange(160), out["plain"].prompt_length - 1
-    for path in ("fused kernels", "flash"):
-        assert (out[path].logp[first] - out["plain"].logp[first]).abs().mean() < 0.01
-        assert (out[path].entropy[first] - out["plain"].entropy[first]).abs().mean() < 0.01
+        r = Engine(small(*shape), slots=160).generate(prompts, 8, max_new=2, seed=3, greedy=True, entropy=True)
+        if path != "fused kernels" or engine_module.load_kernels():
+            assert r.stats["path"] == path
+        logp, entropy = common.score(exact, r)
+        first = torch.arange(160), r.prompt_length - 1
+        assert (r.logp[first] - logp[first]).abs().mean() < 0.02
+        assert (r.entropy[first] - entropy[first]).abs().mean() < 0.02
 
 
 @pytest.mark.parametrize("vocab", [61, 2048, 5000, 49152])

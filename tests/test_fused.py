@@ -207,6 +207,22 @@ def test_the_sampler_draws_with_the_hash_of_the_engine():
         assert torch.allclose(logp[2, :6], want[1], atol=1e-5) and torch.allclose(entropy[2, :6], want[2], atol=1e-4)
 
 
+@pytest.mark.parametrize("vocab", [61, 5000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_prob_entropy_and_gradient_of_the_head(vocab, temperature):
+    logits, targets, g = rand(5, vocab) * 5, torch.randint(0, vocab // 2, (5,)).to(DEVICE), rand(5)
+    logits[1, vocab // 2:] = float("-inf")
+    x = logits.double().requires_grad_()
+    logps = (x / temperature).log_softmax(-1)
+    want = logps.gather(1, targets[:, None])[:, 0]
+    logp, entropy, lse = fused.head_stats(logits, targets, temperature)
+    assert torch.allclose(logp.double(), want, atol=1e-5)
+    assert torch.allclose(entropy.double(), torch.special.entr(logps.exp()).sum(-1), atol=1e-4)
+    close(fused.head_grad(logits, lse, targets, g, temperature), torch.autograd.grad((want * g).sum(), x)[0], 5e-3)
+    logits[2, 7] = float("nan")
+    assert fused.head_stats(logits, targets, temperature)[0].isnan().tolist() == [False, False, True, False, False]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The whole model
 
