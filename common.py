@@ -1069,9 +1069,11 @@ def head_dtype(hidden, weight):
 
 def output_logits(hidden, weight):
     """hidden (R, C) times weight (V, C) -> logits (R, V): factors as head_dtype says, sums and result fp32 or fp64."""
-    dtype = head_dtype(hidden, weight)
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    dtype = head_dtype(hidden, weight)
+    if needs_grad and dtype == torch.float16:
+        dtype = hidden.dtype   # autograd would round the gradient to fp16 too, where most of it is 0
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
     if hidden.is_cuda and hidden.dtype != torch.float32 and not needs_grad:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     wide = torch.promote_types(hidden.dtype, torch.float32)

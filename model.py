@@ -319,8 +319,9 @@ class Transformer(nn.Module):
 
     def kernels(self):
         """fused.py where this model trains through it: on CUDA in bf16, with Triton, without an adapter. Else None."""
-        d = self.config.head_dim
+        d = self.config.head_dim   # flash attention wants a multiple of 8, at most 256, and an Ampere or later
         if (self.device.type != "cuda" or self.compute_dtype != torch.bfloat16 or d % 8 or d > 256
+                or torch.cuda.get_device_capability(self.device) < (8, 0)
                 or any(getattr(m, "lora_A", None) is not None for m in self.modules() if isinstance(m, Linear))):
             return None
         return load_kernels()

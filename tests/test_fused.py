@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import tiny_model
-from test_optim import saved_bytes
+from test_optim import room, saved_bytes
 
 import common
 from engine import GOLDEN, MIX1, MIX2, key_uniform, sample_tokens
@@ -268,3 +268,10 @@ def test_the_bytes_of_a_layer_are_those_that_autograd_keeps(kind, monkeypatch):
               for n in (1, 2)]
     kept = [saved_bytes(m, 48) - saved_bytes(m, 16) for m in models]   # what grows with tokens, not with weights
     assert (kept[1] - kept[0]) / 32 == pytest.approx(common.layer_bytes(models[0]), rel=0.05)
+
+
+def test_the_room_counts_the_sums_that_pass(monkeypatch, tmp_path):
+    monkeypatch.setattr(Transformer, "kernels", lambda self: fused)
+    model, run = room(monkeypatch, tmp_path, 2 ** 40)
+    c = model.config
+    assert run.room["a_token"] == c.num_hidden_layers * common.layer_bytes(model) + 8 * c.intermediate_size
