@@ -151,6 +151,15 @@ def add_run_flags(parser, task=True, pool=False):
 
 def add_task_flags(g):
     g.add_argument("--model", default="data/tiny", help="folder in Hugging Face format, or a hub id like org/name")
+    g.add_argument("--adapter", default=None, metavar="PATH",
+                   help="adapter on top of the model: a run folder, or a folder as peft writes it")
+    g.add_argument("--lora-rank", type=number(int, 0), default=None,
+                   help="train an adapter of this rank, columns of B (default: that of --adapter, else all weights; "
+                   "0: all weights)")
+    g.add_argument("--lora-alpha", type=number(float, above=0), default=None,
+                   help="scale of a new adapter times its rank (default: 2 times the rank)")
+    g.add_argument("--lora-targets", nargs="+", default=None, metavar="LAYER",
+                   help="layers of a new adapter, such as q_proj v_proj (default: every linear layer but the head)")
     g.add_argument("--task", default="arithmetic", help="task to train and evaluate on (see envs.py)")
     g.add_argument("--tasks-dir", default=None, help="folder of the task files (default: data/TASK)")
     g.add_argument("--template", default=None, help="file with a chat template in jinja (default: the tokenizer's)")
@@ -211,7 +220,8 @@ def parse_args(parser, argv=None, presets=None):
             parser.error(f"--resume {early.resume}: its --{action.dest} {known[action.dest]} is unknown here: "
                          f"it is a run of another script")
     args = parser.parse_args(argv)
-    for key in ("resume", "pool", "model", "labbook", "output_dir", "tasks_dir", "template", "curves", "data"):
+    for key in ("resume", "pool", "model", "adapter", "labbook", "output_dir", "tasks_dir", "template", "curves",
+                "data"):
         if getattr(args, key, None) == "":   # a shell variable that was not set, most likely
             parser.error(f"--{key.replace('_', '-')} is empty")
     has = vars(args)
@@ -221,6 +231,8 @@ def parse_args(parser, argv=None, presets=None):
                                 ("eval_kl", "eval_n", "--eval-n above 0")]:
         if flag in has and reader in has:
             refuse_unread(parser, args, (flag, has[reader], needs))
+    if "lora_rank" in has:
+        check_lora_flags(parser, args)
     for key, value in known.items():
         if key not in MAY_CHANGE and getattr(args, key) != value:
             parser.error(f"--{key.replace('_', '-')} {getattr(args, key)} differs from the resumed run's {value}; "
@@ -233,6 +245,27 @@ def refuse_unread(parser, args, *rules):
     for flag, read, needs in rules:
         if not read and getattr(args, flag) != parser.get_default(flag):
             parser.error(f"--{flag.replace('_', '-')} is read only with {needs}")
+
+
+def check_lora_flags(parser, args):
+    refuse_unread(parser, args, ("lora_alpha", args.lora_rank or args.adapter, "--lora-rank above 0"),
+                  ("lora_targets", args.lora_rank or args.adapter, "--lora-rank above 0"))
+    if args.adapter and args.lora_rank == 0:
+        parser.error("--lora-rank 0 trains all weights, and --adapter goes on with an adapter; to train all weights "
+                     "from there, merge it first (merge_and_unload of the package peft) and give that as --model")
+    if (args.adapter or args.lora_rank) and args.optim == "adamw-sr":
+        parser.error("--optim adamw-sr is for bf16 weights, and those of an adapter are fp32; leave --optim out")
+
+
+def check_lr(parser, args, usual):
+    """Refuses a run without a learning rate, but for all weights of data/tiny. usual: for all weights of others."""
+    more = " or --preset" if hasattr(args, "preset") else ""
+    if args.lr is None and (args.adapter or args.lora_rank):
+        parser.error(f"--lr has no default for an adapter; give --lr (1e-5 to 1e-4 is usual for a 0.5B to 2B model, "
+                     f"1e-3 for data/tiny){more}")
+    if args.lr is None and not is_tiny(args.model):
+        parser.error(f"--lr has a default for data/tiny only; for {args.model} give --lr ({usual} is usual for all "
+                     f"weights of a 0.1B to 2B model){more}")
 
 
 def is_tiny(model):
@@ -289,6 +322,8 @@ def make_optimizer(model, lr, weight_decay=0.0, optim="adamw", seed=0):
     """One of OPTIMS over the trained weights; betas as usual for policy gradients. seed: of the rounding."""
     more = {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay}
     trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("no weight of the model is trained")
     if optim == "adamw-sr":
         return StochasticAdamW(trained, seed=seed, **more)
     if optim == "adamw8bit":
@@ -382,18 +417,22 @@ def check_room(run, model, row_tokens, rows_a_step, slots=0):
     Refuses a run that cannot fit (UserError with the need, what is free, the flag and a value that fits). The model and
     a frozen copy are in memory already; still to come are gradients and moments (OPTIMS), the sampler's copy of the
     weights where theirs is another dtype, its cache, and what the layers keep for the backward pass (layer_bytes).
-    Where that does not fit, layers are recomputed in the backward pass, which keeps 4 C bytes a token and layer.
+    Where that does not fit, layers are recomputed in the backward pass, which keeps 4 C bytes a token and layer. With
+    an adapter, gradients and moments are its own, the frozen matrices are in the dtype of the products, and the sampler
+    has a merged copy of those that the adapter changes.
     """
     c, half = model.config, model.compute_dtype != torch.float32
-    params, micro = model.num_params(), run.args.micro_batch_tokens
+    params, trained, micro = model.num_params(), model.num_trained(), run.args.micro_batch_tokens
     own = next(model.parameters()).dtype == model.compute_dtype   # the products read the weights themselves
-    layer, copy = layer_bytes(model), 0 if own else 2 if half else 4
+    layer, size = layer_bytes(model), 2 if half else 4
     a_token = c.num_hidden_layers * layer
-    cache = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * (2 if half else 4) * slots * row_tokens
+    cache = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size * slots * row_tokens
     logits = 3 * 4 * c.vocab_size * chunk_rows(c.vocab_size, model.device)
     state = OPTIMS[getattr(run.args, "optim", "adamw")][1]
     # the copy is there twice: the sampler's, and the one that the products of the trainer keep for the backward pass
-    fixed = params * (state + copy * (1 + bool(slots))) + cache + logits
+    sampler = kept = 0 if own else size * (params if model.adapter is None else model.head_weight.numel())
+    sampler += size * sum(m.weight.numel() for m in model.modules() if getattr(m, "lora_A", None) is not None)
+    fixed = trained * state + kept + sampler * bool(slots) + cache + logits
     passing = 0
     if model.kernels():   # the gate/up product's fp32 sums, of one layer at a time; a head in fp16 and another in bf16
         passing = 8 * c.intermediate_size
@@ -404,7 +443,7 @@ def check_room(run, model, row_tokens, rows_a_step, slots=0):
     if free is not None and fixed + tokens * a_token > free:
         model.checkpointing = True
         a_token = c.num_hidden_layers * 4 * c.hidden_size + layer + passing
-        fixed -= params * copy
+        fixed -= kept
         run.remark = (f"layers are recomputed in the backward pass: {tokens} tokens keep "
                       f"{tokens * a_token / GIB:.1f} GiB in place of {tokens * c.num_hidden_layers * layer / GIB:.1f}")
         print(run.remark)
@@ -417,7 +456,7 @@ def check_room(run, model, row_tokens, rows_a_step, slots=0):
         raise UserError(f"memory: the run needs about {(fixed + tokens * a_token) / GIB:.1f} GiB more on "
                         f"{model.device}; {free / GIB:.1f} of {total / GIB:.1f} GiB are free; {mend}")
     folder = next(p for p in [run.folder, *run.folder.resolve().parents] if p.exists())
-    need = (run.args.keep + 1) * params * 12 + 20 * row_tokens * rows_a_step * (run.args.max_steps or 0)
+    need = (run.args.keep + 1) * trained * 12 + 20 * row_tokens * rows_a_step * (run.args.max_steps or 0)
     free = shutil.disk_usage(folder).free
     if need > free:
         raise UserError(f"disk: checkpoints and samples need about {need / GIB:.2f} GiB; {free / GIB:.2f} GiB are free "
@@ -545,11 +584,18 @@ def sha256_file(path):
     return h.hexdigest()
 
 
-def sha256_model(folder):
-    """One hash over the weight files of a folder, in the order of their names."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    hashes = [sha256_file(f) for f in files]
+def sha256_model(folder, adapter=None):
+    """One hash over the weight files of a folder, in the order of their names, and those of an adapter's folder."""
+    hashes = [sha256_file(f) for place in (folder, adapter) if place for f in sorted(Path(place).glob("*.safetensors"))]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def model_record(args, folder, adapter=None):
+    """What records say of the model. folder: of --model; adapter: folder of --adapter, or None. sha256: of both."""
+    record = {"name": args.model, "sha256": sha256_model(folder, adapter)}
+    return record if adapter is None else {
+        **record, "base_sha256": sha256_model(folder),
+        "adapter": {"name": args.adapter, "sha256": sha256_model(adapter)}}
 
 
 def git_state():
@@ -653,13 +699,13 @@ class Run:
         self.stopped = signal.Signals(number).name
         print(f"\n{self.stopped}: the step is finished, then all is saved (once more to stop at once)", flush=True)
 
-    def start(self, model, data, device, used):
+    def start(self, model, data, device, used, adapter=None):
         """
-        Makes the folder, config.json, a copy of the script, the start record. model: a folder; data: task files; used:
-        what flags without a value came to (a default that hangs on the arm, the number of steps).
+        Makes the folder, config.json, a copy of the script, the start record. model, adapter: folders; data: task
+        files; used: what flags without a value came to (a default that hangs on the arm, the number of steps).
         """
         self.device, self.used = device, used
-        self.model = {"name": self.args.model, "sha256": sha256_model(model)} if model else {"name": None}
+        self.model = model_record(self.args, model, adapter) if model else {"name": None}
         self.data = [{"path": short_path(p), "sha256": sha256_file(p),
                       "rows": sum(1 for line in open(p, "rb") if line.strip())} for p in data]
         script = Path(sys.argv[0]).resolve()
@@ -725,8 +771,16 @@ class Run:
             print(f"step {step}/{total}  {line}", flush=True)
 
     def evaluated(self, step, results):
-        """Keeps one evaluation ({split: result of evaluate()}) in eval.jsonl and in the scores of the record."""
-        append_jsonl(self.folder / "eval.jsonl", [{"step": step, "split": s, **r} for s, r in results.items()])
+        """
+        Keeps one evaluation, {split: result of evaluate()}: in eval.jsonl, its answers in eval_samples.jsonl, its
+        scores in the record.
+        """
+        for split, r in results.items():   # the prompts of a split are in its file
+            append_jsonl(self.folder / "eval_samples.jsonl", [
+                {"step": step, "split": split, **a, "ids": a["ids"][a["prompt_length"]:]}
+                for a in r.get("samples", [])])
+        append_jsonl(self.folder / "eval.jsonl", [
+            {"step": step, "split": s, **{k: v for k, v in r.items() if k != "samples"}} for s, r in results.items()])
         for split, r in results.items():
             brief = {**{f"pass@{k}": v for k, v in r["pass_at"].items()},
                      **{f"lenient_pass@{k}": v for k, v in r["lenient_pass_at"].items()},
@@ -745,15 +799,39 @@ class Run:
         name = f"checkpoint-{step:06d}"
         shutil.rmtree(self.folder / name, ignore_errors=True)
         save_checkpoint(self.folder / name)
-        link = self.folder / "checkpoint.tmp-link"
-        link.unlink(missing_ok=True)
-        link.symlink_to(name)
-        os.replace(link, self.folder / "checkpoint")
+        self.point("checkpoint", name)
         # a later one, or a half one, was left by a kill before its link: the run that went on from here drops it
         found = sorted(self.folder.glob("checkpoint-*"))
         kept = [f for f in found if f.suffix != ".tmp" and f.name <= name][-self.args.keep:]
         for old in set(found) - set(kept):
             shutil.rmtree(old)
+
+    def point(self, link, name):
+        """Makes `link` in the run folder lead to `name`, in one step."""
+        tmp = self.folder / f"{link}.tmp-link"
+        tmp.unlink(missing_ok=True)
+        tmp.symlink_to(name)
+        os.replace(tmp, self.folder / link)
+
+    def save_best(self, step, save_model):
+        """
+        Writes best-STEP/ and swings the link `best` to it. The one before stays until the next checkpoint, because a
+        run that is killed before it goes on from the checkpoint that names it.
+        """
+        shutil.rmtree(self.folder / f"best-{step:06d}", ignore_errors=True)
+        save_model(self.folder / f"best-{step:06d}")
+        self.point("best", f"best-{step:06d}")
+
+    def keep_best(self, step):
+        """After a checkpoint or a resume: `best` leads to that step's (None: nowhere), the others go."""
+        name = f"best-{step or 0:06d}"
+        if step:
+            self.point("best", name)
+        else:
+            (self.folder / "best").unlink(missing_ok=True)
+        for old in self.folder.glob("best-*"):
+            if old.name != name:
+                shutil.rmtree(old)
 
     def state(self):
         return {"budget": self.budget, "wall_s": self.wall_s(), "scores": self.scores}
@@ -776,11 +854,16 @@ class Run:
     def restore(self, step, state):
         """Back to the state at `step`: rows that later steps wrote are cut from the files, since they come again."""
         self.budget, self.wall_before, self.scores = state["budget"], state["wall_s"], state["scores"]
-        for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
+        whole = None   # the steps whose evaluation is whole: its answers are written before its row
+        for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl"):
             path = self.folder / name
             if path.exists():
                 lines = path.read_text(encoding="utf-8").split("\n")[:-1]   # behind the last \n: a torn row
-                write_text(path, "".join(x + "\n" for x in lines if json.loads(x)["step"] <= step))
+                kept = [(json.loads(x)["step"], x + "\n") for x in lines]
+                kept = [(s, x) for s, x in kept if s <= step and (name != "eval_samples.jsonl" or s in whole)]
+                write_text(path, "".join(x for _, x in kept))
+            if name == "eval.jsonl":
+                whole = {s for s, _ in kept} if path.exists() else set()
 
     def wall_s(self):
         return self.wall_before + time.time() - self.t0

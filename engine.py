@@ -17,7 +17,8 @@ Numbers. The steps are those of model.py: residual stream in fp32, products in `
 with the kernels of fused.py the cache is fp16, as the keys and values of the trainer are.
 A token is drawn by inverse CDF from one uniform number, a hash of (seed, step, prompt id, sample, position). So a
 sample depends on its own prompt only and not on the rows beside it, up to the rounding of a matrix product whose row
-count changes. The weights are the model's own tensors: an in-place optimizer step is seen at once.
+count changes. The weights are the model's own tensors: an in-place optimizer step is seen at once. An adapter's product
+is added to a copy of the weights beside it, anew at each call.
 
 Left out on purpose: top-k, top-p, penalties (the trainer's log-probs would be those of another distribution), beams,
 paged memory (slots of one length read no more bandwidth), speculative decoding.
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import RunError, UserError, output_logits
+from common import RunError, UserError, output_logits, round_stochastically
 from model import head_factors, load_kernels, packed_attention, rms_norm, rope_angles
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -150,6 +151,26 @@ def rotate(x, cos, sin):
     return torch.addcmul(x32 * cos, x32.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
+def merge(module, name, out):
+    """
+    A parameter of the module into `out`, in its dtype; with an adapter, W + scale B A. The sum is made in fp32. In bf16
+    an entry of B A is mostly less than half the distance of two numbers near W, and rounding to the nearest would give
+    back W: a sampler without the adapter. Rounded stochastically, every product has the sum as its expected value. The
+    generator is seeded, so that the same adapter is the same sampler; where B is 0 the weights are W exactly.
+    """
+    weight = getattr(module, name).detach()
+    if name != "weight" or getattr(module, "lora_A", None) is None:
+        out.copy_(weight)
+        return
+    change = (module.lora_B.detach() @ module.lora_A.detach()).mul_(module.lora_scale).to(out.device)
+    if out.dtype != torch.bfloat16:
+        out.copy_(weight.to(out.device) + change)
+        return
+    # W as the trainer's products read it, in the dtype of `out`
+    change.add_(weight.to(out.device, out.dtype))
+    round_stochastically(change, out, torch.Generator(out.device).manual_seed(0))
+
+
 def swiglu(gate_up):
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -246,16 +267,18 @@ class Engine:
     def take(self, modules, dtype, name="weight"):
         """
         -> one tensor with the modules' weights under each other in dim 0. Where they have the dtype and the device
-        already, they become views of it, so that the trainer's in-place updates are the engine's; else it is a copy
-        that refresh() casts again.
+        already, they become views of it, so that the trainer's in-place updates are the engine's; else, and where one
+        of them has an adapter, it is a copy that refresh() makes again.
         """
         params = [getattr(m, name) for m in modules]
-        extra = {n for m in modules for n, _ in m.named_parameters()} - {"weight", "bias"}
-        if extra:   # an adapter, say: leaving it out would sample from another model than the trainer's
+        extra = {n for m in modules for n, _ in m.named_parameters()} - {"weight", "bias", "lora_A", "lora_B"}
+        if extra:   # leaving it out would sample from another model than the trainer's
             raise TypeError(f"{type(modules[0]).__name__} has a parameter that the engine does not know: {min(extra)}")
-        if any(p.dtype != dtype or p.device != self.device for p in params):
-            fused = torch.cat([p.detach().to(self.device, dtype) for p in params])
+        adapted = name == "weight" and any(getattr(m, "lora_A", None) is not None for m in modules)
+        if adapted or any(p.dtype != dtype or p.device != self.device for p in params):
+            fused = torch.empty(sum(p.shape[0] for p in params), *params[0].shape[1:], dtype=dtype, device=self.device)
             self.copied.append((fused, modules, name))
+            self.copy_again(fused, modules, name)
             return fused
         first, rows = params[0].detach(), sum(p.shape[0] for p in params)
         ends = [p.data_ptr() + p.numel() * p.element_size() for p in params]
@@ -270,6 +293,11 @@ class Engine:
         return fused
 
     @torch.no_grad()
+    def copy_again(self, fused, modules, name):
+        for m, part in zip(modules, fused.split([getattr(m, name).shape[0] for m in modules])):
+            merge(m, name, part)
+
+    @torch.no_grad()
     def refresh(self):
         """
         Makes the engine's weights those of the model; called at the start of each generate. Storage stays where it is,
@@ -280,14 +308,14 @@ class Engine:
         if self.dtype != self.model.compute_dtype or any(p.dtype != view.dtype or p.device != view.device
                                                          for p, view in now):
             return self.load()
+        if any(name == "weight" and getattr(m, "lora_A", None) is not None for m, name, _ in self.shared):
+            return self.load()   # an adapter that came after the engine
         for p, view in now:
             if p.data_ptr() != view.data_ptr():
                 view.copy_(p)
                 p.data = view
-        for fused, modules, name in self.copied:
-            params = [getattr(m, name) for m in modules]
-            for p, part in zip(params, fused.split([p.shape[0] for p in params])):
-                part.copy_(p)
+        for copied in self.copied:
+            self.copy_again(*copied)
         if self.head32 is not None:
             self.head32.copy_(self.head)
 

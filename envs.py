@@ -250,11 +250,11 @@ def check_apart(rows, path, task):
                             f"for one; drop them, what is evaluated must not be trained on")
 
 
-def load_pool(path, task, model_folder, any_pool=False):
+def load_pool(path, task, model_folder, any_pool=False, adapter=None):
     """
     The rows of a pool that eval_passk.py --pool-out has screened. UserError when it was screened with other weights
-    than those in model_folder or when it is not the file that was written (any_pool lets both pass), and when it shares
-    problems with the task's held-out files.
+    than those in model_folder (and in the folder of an adapter) or when it is not the file that was written (any_pool
+    lets both pass), and when it shares problems with the task's held-out files.
     """
     rows = load_rows(path, task)
     if not any_pool:
@@ -265,7 +265,7 @@ def load_pool(path, task, model_folder, any_pool=False):
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise UserError(f"--pool {path}: no {path}.meta.json that says how it was screened ({type(e).__name__}); "
                             f"{mend}") from e
-        found, model = common.sha256_file(path), common.sha256_model(model_folder)
+        found, model = common.sha256_file(path), common.sha256_model(model_folder, adapter)
         if found != want:
             raise UserError(f"--pool {path}: its hash is {found[:12]} and not {want[:12]} as in its meta.json: it was "
                             f"edited after the screening; {mend}")

@@ -9,6 +9,7 @@ samples of one problem are not independent. The seed of an evaluation is its own
 
     python eval_passk.py --model data/tiny --task arithmetic --split heldout-same --n 32 --k 1 8 32
     python eval_passk.py --model data/smollm2 --task gsm8k --split test --n 4 --limit 32 --max-new 256
+    python eval_passk.py --model data/tiny --adapter runs/RUN       the base with a run's adapter (--lora-rank)
 
 The last lines are a table; --out FILE keeps the JSON object, with every sampled answer beside it as FILE.samples.jsonl.
 
@@ -35,7 +36,7 @@ import common
 from common import UserError, number
 from engine import Engine
 from envs import check_apart, get_task, load_rows, play
-from model import find_folder, load_model
+from model import find_folder, load_model, set_up_lora
 
 
 def evaluate(engine, tokenizer, task, rows, n, max_new, ks=None, temperature=1.0, seed=0, greedy=False, stop=(),
@@ -153,24 +154,25 @@ def evaluate_splits(engine, tokenizer, task, limit, n, max_new, seed, stop=(), o
     """
     What a training script runs before and after: every held-out split of the task, sampled, and greedy beside it, then
     those of the task `other`. n_other counts for all but the first split, limit_other for the other task.
-    -> {split: result}, the other task's as "TASK-SPLIT".
+    -> {split: result}, the other task's as "TASK-SPLIT"; `samples` in it are all sampled answers.
     """
     results = {}
     for t, split in [(task, split) for split in task.splits] + ([(other, s) for s in other.splits] if other else []):
         rows = t.load(split, limit if t is task else limit_other or limit)
         samples = n if not results else n_other or n
         print(f"evaluating {t.name} {split}: {len(rows)} problems x {samples} samples, and greedy", flush=True)
-        result, _ = evaluate(engine, tokenizer, t, rows, samples, max_new, seed=seed, stop=stop, start=start)
+        result, answers = evaluate(engine, tokenizer, t, rows, samples, max_new, seed=seed, stop=stop, start=start)
         greedy, _ = evaluate(engine, tokenizer, t, rows, 1, max_new, greedy=True, stop=stop)
         results[split if t is task else f"{t.name}-{split}"] = {
             **result, "greedy_pass": greedy["pass_at"]["1"], "lenient_greedy_pass": greedy["lenient_pass_at"]["1"],
-            "greedy_correct": [p["c"] for p in greedy["problems"]]}
+            "greedy_correct": [p["c"] for p in greedy["problems"]], "samples": answers}
     return results
 
 
 def table(result):
     """The result as lines for the terminal."""
-    lines = [f"{result['label'] or result['model']}  {result['task']} {result['split']}: "
+    model = result["model"] + (f" --adapter {result['adapter']}" if result.get("adapter") else "")
+    lines = [f"{result['label'] or model}  {result['task']} {result['split']}: "
              f"{result['limit']} problems x {result['n']} samples, temperature {result['temperature']:g}",
              f"{'k':>5} {'pass@k':>8} {'se':>7} {'95% interval':>17} {'lenient':>8}"]
     for k, v in result["pass_at"].items():
@@ -188,6 +190,8 @@ def table(result):
 def get_args(argv=None):
     p = common.Parser(description=__doc__.split("\n\n")[0])
     p.add_argument("--model", default="data/tiny", help="folder in Hugging Face format, or a hub id like org/name")
+    p.add_argument("--adapter", default=None, metavar="PATH",
+                   help="adapter on top of the model: a run folder, or a folder as peft writes it")
     p.add_argument("--task", default="arithmetic", help="task to train and evaluate on (see envs.py)")
     p.add_argument("--tasks-dir", default=None, help="folder of the task files (default: data/TASK)")
     p.add_argument("--split", default=None, help="file of the tasks folder (default: the task's first held-out split)")
@@ -249,8 +253,10 @@ if __name__ == "__main__":
     rows = load_rows(path, task, args.limit)
     tokenizer = common.load_tokenizer(folder, args.template)
     model = load_model(folder, device=device, compute_dtype=common.pick_precision(args.precision, device))
+    adapter = set_up_lora(model, folder, args)
     engine = Engine(model, tokenizer, slots=args.slots)
-    model_sha256 = common.sha256_model(folder)
+    named = args.model + (f" --adapter {args.adapter}" if args.adapter else "")   # as it is typed
+    record_of_model = common.model_record(args, folder, adapter)
     for flag, file in [("--out", args.out), ("--pool-out", args.pool_out)]:
         if file:   # a place that cannot be written is said before the sampling, not after
             try:
@@ -272,7 +278,7 @@ if __name__ == "__main__":
             return evaluate(engine, tokenizer, task, rows, n, args.max_new, ks, args.temperature, args.seed,
                             stop=args.stop, step=step)[0]
         head = sampled(fits[:HEADROOM["problems"]], HEADROOM["n"], [1, 8, 32], SCREENING + 1)
-        check_headroom(head, f"{args.model} on {path}")
+        check_headroom(head, f"{named} on {path}")
         kept, counts, tokens = screen(lambda rows: sampled(rows, args.n, [1], SCREENING), fits, args.keep)
         if not kept:
             raise UserError(f"--keep {args.keep[0]} {args.keep[1]}: none of {len(fits)} candidates has so many of "
@@ -280,7 +286,7 @@ if __name__ == "__main__":
         base = {"base_rate": np.mean([c for c in counts if args.keep[0] <= c <= args.keep[1]]) / args.n,
                 "base_rate_candidates": np.mean(counts) / args.n}
         meta = write_pool(args.pool_out, kept, {
-            "model": {"name": args.model, "sha256": model_sha256}, "task": task.name, "seed": args.seed, "n": args.n,
+            "model": record_of_model, "task": task.name, "seed": args.seed, "n": args.n,
             "keep": args.keep, "candidates": len(fits), "kept": len(kept), **base,
             "counts": [counts.count(c) for c in range(args.n + 1)], "headroom": {
                 k: head[k] for k in ("pass_at", "groups", "limit", "n")},
@@ -291,7 +297,7 @@ if __name__ == "__main__":
         print(f"{args.pool_out}: {len(kept)} of {len(fits)} problems with {args.keep[0]} to {args.keep[1]} of {args.n} "
               f"right; base rate {base['base_rate']:.3f} of the kept, {base['base_rate_candidates']:.3f} of all; "
               f"sha256 {meta['sha256'][:12]}\nthe choice flatters the base rate of the kept; with fresh samples:\n"
-              f"    python eval_passk.py --model {args.model} --task {args.task} --tasks {args.pool_out} "
+              f"    python eval_passk.py --model {named} --task {args.task} --tasks {args.pool_out} "
               f"--limit {len(kept)} --n {args.n} --k 1 --max-new {args.max_new} --seed {args.seed + 1}")
         result = {"split": Path(args.pool_out).stem, "tokens": tokens + head["tokens"], **meta}
         path, rows, rollouts = args.pool_out, kept, len(fits) * args.n + head["limit"] * head["n"]
@@ -299,11 +305,11 @@ if __name__ == "__main__":
     else:
         result, samples = evaluate(engine, tokenizer, task, rows, args.n, args.max_new, args.k, args.temperature,
                                    args.seed, args.greedy, args.stop)
-        result = {"model": args.model, "model_sha256": model_sha256, "split": Path(path).stem, "label": args.label,
-                  **result}
+        result = {"model": args.model, "adapter": args.adapter, "model_sha256": record_of_model["sha256"],
+                  "split": Path(path).stem, "label": args.label, **result}
         print(table(result))
         rollouts = len(samples)
-        said = (f"eval {args.label or args.model} {task.name} {result['split']}: "
+        said = (f"eval {args.label or named} {task.name} {result['split']}: "
                 f"pass@1 {result['pass_at'].get('1', float('nan')):.3f}")
     if args.out:
         common.append_jsonl(Path(args.out + ".samples.jsonl"), samples)
@@ -314,7 +320,7 @@ if __name__ == "__main__":
         kind = "data" if args.keep else "eval"
         record = {"kind": kind, "run_id": f"{kind}-{time.strftime('%y%m%d-%H%M%S')}", "parent": None,
                   "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "script": "eval_passk", "arm": None,
-                  "task": task.name, "model": {"name": args.model, "sha256": model_sha256},
+                  "task": task.name, "model": record_of_model,
                   "data": [{"path": common.short_path(path), "sha256": common.sha256_file(path), "rows": len(rows)}],
                   "seed": args.seed, "config": common.recorded_flags(args),
                   "budget": {"prompts": len(rows), "rollouts": rollouts, "tokens_sampled": result["tokens"],

@@ -11,13 +11,18 @@ common.py, in chunks. The residual stream is fp32 and every product runs in `com
 autocast does, written out, and engine.py repeats the same steps, so that sampler and trainer see the same numbers.
 On CUDA in bf16 both run through the kernels of fused.py, which round less often and leave the network as it is here.
 
+An adapter (LoRA, arXiv 2106.09685) is two small matrices beside a frozen one, y = W x + alpha / r B A x; adapters are
+read and written as the package peft does.
+
 Left out on purpose: dropout, sliding windows, rope scaling, mixtures of experts. A config that asks for one is refused.
 """
+import copy
 import functools
 import json
 import math
 import os
 import pickle
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +33,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from common import ROOT, UserError
+from common import ROOT, UserError, sha256_model
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The shape: what config.json says, checked
@@ -207,11 +212,23 @@ def head_factors(weight):
 
 
 class Linear(nn.Linear):
-    """A linear layer that multiplies in the dtype of its input; the master weight keeps its own."""
+    """
+    A linear layer that multiplies in the dtype of its input; the master weight keeps its own. With an adapter, lora_A
+    (r, in) and lora_B (out, r) in fp32: y = W x + lora_scale B A x (arXiv 2106.09685, equation 3); engine.py merges it.
+    """
+
+    def __init__(self, *sizes, **more):
+        super().__init__(*sizes, **more)
+        self.register_parameter("lora_A", None)
+        self.register_parameter("lora_B", None)
+        self.lora_scale = 0.0
 
     def forward(self, x):
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        y = F.linear(x, self.weight.to(x.dtype), bias)
+        if self.lora_A is None:
+            return y
+        return y + F.linear(F.linear(x, self.lora_A.to(x.dtype)) * self.lora_scale, self.lora_B.to(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -304,6 +321,7 @@ class Transformer(nn.Module):
         self.compute_dtype = torch.float32
         self.checkpointing = False   # recompute each layer in the backward pass: less memory, a third more arithmetic
         self.eos_ids = ()            # every id that ends a completion; filled by load_model
+        self.adapter = None          # an Adapter where only its matrices are trained, see place_adapter
 
     @property
     def head_weight(self):
@@ -321,13 +339,28 @@ class Transformer(nn.Module):
         """fused.py where this model trains through it: on CUDA in bf16, with Triton, without an adapter. Else None."""
         d = self.config.head_dim   # flash attention wants a multiple of 8, at most 256, and an Ampere or later
         if (self.device.type != "cuda" or self.compute_dtype != torch.bfloat16 or d % 8 or d > 256
-                or torch.cuda.get_device_capability(self.device) < (8, 0)
-                or any(getattr(m, "lora_A", None) is not None for m in self.modules() if isinstance(m, Linear))):
+                or torch.cuda.get_device_capability(self.device) < (8, 0) or self.adapter is not None):
             return None
         return load_kernels()
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())
+
+    def num_trained(self):
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+    def describe(self):
+        """The sizes, for the line that a run prints."""
+        text = f"{self.num_params() / 1e6:.2f}M parameters"
+        return text if self.adapter is None else (
+            f"{text}, {self.num_trained() / 1e6:.3f}M of them trained (LoRA rank {self.adapter.rank}, alpha "
+            f"{self.adapter.alpha:g})")
+
+    def settings(self):
+        """What a record keeps of what is trained."""
+        a = self.adapter
+        return {"trained_parameters": self.num_trained()} | ({} if a is None else {
+            "lora_rank": a.rank, "lora_alpha": a.alpha, "lora_targets": a.targets})
 
     def forward(self, ids, lengths):
         if ids.ndim != 1 or sum(lengths) != ids.numel():
@@ -375,10 +408,12 @@ def init_weights(model, seed):
 def find_folder(name):
     """A folder in Hugging Face format, or a hub id that is downloaded (once) -> Path of the folder."""
     path = Path(name)
-    if path.is_dir():
-        return path
-    if (ROOT / name).is_dir():   # data/tiny from any working directory
-        return ROOT / name
+    for folder in (path, ROOT / name):   # the second: data/tiny from any working directory
+        if folder.is_dir():
+            if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+                base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+                raise UserError(f"--model {name}: holds an adapter and no model; give --model {base} --adapter {name}")
+            return folder
     if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise UserError(f"--model {name}: no such folder (expected a folder with config.json and model.safetensors, "
                         f"or a hub id like org/name)")
@@ -402,16 +437,16 @@ def read_json(path):
     return found
 
 
-def read_tensors(folder):
+def read_tensors(folder, name="model"):
     """All tensors of model.safetensors, or of the shards that model.safetensors.index.json lists -> {name: tensor}."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / f"{name}.safetensors.index.json"
     if index.exists():
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict):
             raise UserError(f"{index}: no `weight_map` that says which file holds which tensor")
         files = sorted(set(shards.values()))
     else:
-        files = ["model.safetensors"]
+        files = [f"{name}.safetensors"]
     tensors = {}
     for file in files:
         if not (folder / file).exists():
@@ -422,6 +457,17 @@ def read_tensors(folder):
         except (SafetensorError, OSError) as e:
             raise UserError(f"{folder / file}: cannot be read ({e})") from e
     return tensors
+
+
+def check_tensors(folder, want, got, asks="config.json asks"):
+    """want: {name: shape}, got: {name: tensor}. UserError for what is missing, extra or misshapen, by name."""
+    for problem, names in (("missing", want.keys() - got.keys()), ("unexpected", got.keys() - want.keys())):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UserError(f"{folder}: {problem} tensor {', '.join(sorted(names)[:3])}{more}")
+    for key, tensor in got.items():
+        if tensor.shape != want[key]:
+            raise UserError(f"{folder}: {key} has shape {list(tensor.shape)}, {asks} for {list(want[key])}")
 
 
 def load_model(name, dtype=torch.float32, device="cpu", compute_dtype=None):
@@ -439,14 +485,7 @@ def load_model(name, dtype=torch.float32, device="cpu", compute_dtype=None):
         # some checkpoints repeat the tied head; two copies that differ would be two models
         if not torch.equal(got.pop("lm_head.weight"), got.get("model.embed_tokens.weight", torch.empty(0))):
             raise UserError(f"{folder}: tie_word_embeddings is true but lm_head.weight differs from the embedding")
-    for problem, names in (("missing", want.keys() - got.keys()), ("unexpected", got.keys() - want.keys())):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(f"{folder}: {problem} tensor {', '.join(sorted(names)[:3])}{more}")
-    for key, tensor in got.items():
-        if tensor.shape != want[key].shape:
-            raise UserError(f"{folder}: {key} has shape {list(tensor.shape)}, config.json asks for "
-                            f"{list(want[key].shape)}")
+    check_tensors(folder, {k: v.shape for k, v in want.items()}, got)
     model.load_state_dict({k: v.to(device=device, dtype=dtype) for k, v in got.items()}, assign=True)
     model.compute_dtype = compute_dtype or dtype
     generation = folder / "generation_config.json"
@@ -491,6 +530,11 @@ def save_model(model, folder, tokenizer=None, dtype=None):
         json.dumps({k: v for k, v in generation.items() if v not in (None, [])}, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(tmp)
+    put_in_place(tmp, folder)
+
+
+def put_in_place(tmp, folder):
+    """A folder that was written beside -> `folder`, or its files into the one that is there."""
     for file in tmp.iterdir():   # the rename below must not become durable before the bytes are
         with open(file, "rb") as f:
             os.fsync(f.fileno())
@@ -504,9 +548,222 @@ def save_model(model, folder, tokenizer=None, dtype=None):
     tmp.rmdir()
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Adapters, in the files of peft
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")   # every layer but the head
+
+
+@dataclass
+class Adapter:
+    """What adapter_config.json says of an adapter that a model has."""
+    rank: int
+    alpha: float
+    targets: list | str        # ends of the layers' names, or a pattern for whole names
+    rslora: bool = False       # scale alpha / sqrt(r) (arXiv 2312.03732) in place of alpha / r
+    base: str | None = None    # name of the frozen model
+    base_sha256: str = ""      # of its weight files; kept in base.json, since peft warns of keys that it does not know
+
+    @property
+    def scale(self):
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def adapted_layers(model, targets, where):
+    """The linear layers that `targets` means to peft -> {name: Linear}. What is no such layer is named (UserError)."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear) and n.startswith("model.")}
+    if targets == "all-linear":
+        return layers
+    if isinstance(targets, str):
+        try:
+            found = {n: m for n, m in layers.items() if re.fullmatch(targets, n)}
+        except re.error as e:
+            raise UserError(f"{where} {targets}: not a pattern ({e})") from e
+        unknown = [] if found else [targets]
+    else:
+        found = {n: m for n, m in layers.items() if any(f".{n}".endswith(f".{t}") for t in targets)}
+        unknown = [t for t in targets if not any(f".{n}".endswith(f".{t}") for n in layers)]
+    if unknown:   # peft would pass over it, and train less than what was asked for
+        raise UserError(f"{where} {' '.join(unknown)}: not a layer that can be adapted; there is {' '.join(TARGETS)}")
+    return found
+
+
+def place_adapter(model, adapter, tensors, where):
+    """
+    Gives the layers of adapter.targets their matrices, tensors {"NAME.lora_A": (r, in), "NAME.lora_B": (out, r)}, and
+    freezes all else. What is frozen needs no fp32 master: the matrices are kept in compute_dtype, in which the products
+    read them anyway, so no number changes. Embedding, norms and biases stay as they are.
+    """
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.weight.data = module.weight.data.to(model.compute_dtype)
+    for name, layer in adapted_layers(model, adapter.targets, where).items():
+        for part in ("lora_A", "lora_B"):
+            value = tensors[f"{name}.{part}"].to(device=model.device, dtype=torch.float32, copy=True)
+            setattr(layer, part, nn.Parameter(value.contiguous()))
+        layer.lora_scale = adapter.scale
+    model.adapter = adapter
+
+
+def add_lora(model, rank, alpha=None, targets=None, seed=0, base=None, base_sha256=""):
+    """
+    A new adapter on a model: A uniform in +-1 / sqrt(in) (kaiming_uniform with a = sqrt(5), as in peft), B zero, so
+    that the start is the base exactly. alpha: default 2 rank. targets: default all of TARGETS. UserError for others.
+    """
+    adapter = Adapter(rank, 2 * rank if alpha is None else alpha, list(targets or TARGETS), False, base, base_sha256)
+    gen, tensors = torch.Generator().manual_seed(seed), {}
+    for name, layer in adapted_layers(model, adapter.targets, "--lora-targets").items():
+        tensors[f"{name}.lora_A"] = nn.init.kaiming_uniform_(torch.empty(rank, layer.in_features), a=math.sqrt(5),
+                                                             generator=gen)
+        tensors[f"{name}.lora_B"] = torch.zeros(layer.out_features, rank)
+    place_adapter(model, adapter, tensors, "--lora-targets")
+
+
+def find_adapter(name):
+    """A run folder or an adapter folder -> Path of the folder with adapter_config.json."""
+    for path in (Path(name), ROOT / name):
+        for folder in (path, path / "checkpoint"):
+            if (folder / "adapter_config.json").exists():
+                return folder.resolve()   # not the link, which a run that goes on would move
+            if (folder / "model.safetensors").exists():
+                raise UserError(f"--adapter {name}: holds a whole model and no adapter; give it as --model "
+                                f"{name.rstrip('/')}{'/checkpoint' if folder != path else ''}")
+    raise UserError(f"--adapter {name}: no adapter there (expected a run folder, or a folder with adapter_config.json "
+                    f"and adapter_model.safetensors)")
+
+
+# fields of adapter_config.json that are read, and those that say nothing about the numbers of a trained adapter. Where
+# another field is set, the adapter is one that is not computed here (DoRA, biases, ranks that differ by layer ...)
+READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "bias", "init_lora_weights",
+        "base_model_name_or_path")
+NO_MATTER = ("auto_mapping", "revision", "task_type", "inference_mode", "lora_dropout", "peft_version", "eva_config",
+             "megatron_config", "megatron_core", "qalora_group_size", "runtime_config", "ensure_weight_tying")
+
+
+def read_adapter_config(folder):
+    """adapter_config.json -> Adapter. A kind of adapter that this file does not compute is refused by name."""
+    where = f"{folder}/adapter_config.json"
+    raw = read_json(folder / "adapter_config.json")
+    refused = {f"peft_type {raw.get('peft_type')}": raw.get("peft_type") != "LORA",
+               f"bias {raw.get('bias')!r}": raw.get("bias", "none") != "none",
+               # these start from other base weights than the ones in the base's files
+               f"init_lora_weights {raw.get('init_lora_weights')!r}": raw.get("init_lora_weights", True) not in (
+                   True, False, None, "gaussian", "eva", "orthogonal"),
+               **{f"{k} {json.dumps(v)[:40]}": bool(v) for k, v in raw.items() if k not in READ + NO_MATTER}}
+    for name, asked in refused.items():
+        if asked:
+            raise UserError(f"{where}: {name} is not supported (plain LoRA on linear layers is)")
+    rank, alpha, targets = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
+    for name, value, right, want in [
+            ("r", rank, type(rank) is int and rank > 0, "a whole number above 0"),
+            ("lora_alpha", alpha, type(alpha) in (int, float) and 0 < alpha < math.inf, "a number above 0"),
+            ("target_modules", targets, isinstance(targets, (str, list)) and targets
+             and all(isinstance(t, str) for t in targets), "names of layers")]:
+        if not right:
+            raise UserError(f"{where}: {name} is {value!r}, expected {want}")
+    return Adapter(rank, alpha, targets, bool(raw.get("use_rslora")), raw.get("base_model_name_or_path"))
+
+
+def load_adapter(model, folder, base=None, base_sha256=""):
+    """
+    The adapter in `folder`, ours or one of peft, onto a model. base, base_sha256: what the model is; an adapter of ours
+    names the hash of its base, and another one is a UserError, like tensors that do not fit. Where only the names
+    differ, as those of a hub id and its copy do, that is printed.
+    """
+    folder = Path(folder)
+    adapter, got = read_adapter_config(folder), read_tensors(folder, "adapter_model")
+    layers = adapted_layers(model, adapter.targets, f"{folder}: target_modules")
+    want = {}
+    for name, layer in layers.items():
+        want[lora_key(f"{name}.lora_A")] = torch.Size((adapter.rank, layer.in_features))
+        want[lora_key(f"{name}.lora_B")] = torch.Size((layer.out_features, adapter.rank))
+    if (folder / "base.json").exists():
+        adapter.base_sha256 = str(read_json(folder / "base.json").get("sha256") or "")
+    if base_sha256 and adapter.base_sha256 and base_sha256 != adapter.base_sha256:
+        raise UserError(f"{folder}: trained on {adapter.base} (hash {adapter.base_sha256[:12]}), --model {base} has "
+                        f"hash {base_sha256[:12]}: another base")
+    check_tensors(folder, want, got, "adapter_config.json and the base ask")
+    if base and not adapter.base_sha256 and adapter.base != base:
+        print(f"{folder}: its base is {adapter.base}, --model is {base}: other names, but its shapes fit")
+    place_adapter(model, adapter, {unkey(k): v for k, v in got.items()}, f"{folder}: target_modules")
+    if base:
+        adapter.base, adapter.base_sha256 = base, base_sha256
+
+
+def lora_key(name):
+    """The name of a parameter in adapter_model.safetensors."""
+    return f"base_model.model.{name}.weight"
+
+
+def unkey(key):
+    return key.removeprefix("base_model.model.").removesuffix(".weight")
+
+
+def set_up_lora(model, folder, args):
+    """
+    What the flags of a script ask for: --adapter goes on with an adapter (and with its rank; flags that contradict it
+    are refused), --lora-rank starts a new one, else all weights are trained. folder: of --model.
+    -> the folder of --adapter, or None.
+    """
+    rank, alpha, targets = (getattr(args, f"lora_{x}", None) for x in ("rank", "alpha", "targets"))
+    if args.adapter:
+        path = find_adapter(args.adapter)
+        load_adapter(model, path, args.model, sha256_model(folder))
+        a = model.adapter
+        own = sorted(a.targets) if isinstance(a.targets, list) else a.targets
+        for flag, asked, has in [("rank", rank, a.rank), ("alpha", alpha, a.alpha),
+                                 ("targets", targets and sorted(targets), own)]:
+            if asked is not None and asked != has:
+                raise UserError(f"--lora-{flag} {asked}: --adapter {args.adapter} has {has} and goes on with it; leave "
+                                f"--lora-{flag} out")
+        return path
+    if rank:
+        add_lora(model, rank, alpha, targets, args.seed, args.model, sha256_model(folder))
+    return None
+
+
+def save_adapter(model, folder):
+    """
+    Writes adapter_config.json and adapter_model.safetensors into `folder` as peft does, and base.json with the hash of
+    the base; whole or not at all, and the same bytes for the same adapter.
+    """
+    folder, a = Path(folder), model.adapter
+    tmp = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    state = {lora_key(n): p.detach().cpu().contiguous() for n, p in model.named_parameters() if "lora_" in n}
+    save_file(state, tmp / "adapter_model.safetensors", metadata={"format": "pt"})   # two keys would have any order
+    (tmp / "base.json").write_text(json.dumps({"name": a.base, "sha256": a.base_sha256}) + "\n")
+    alpha = int(a.alpha) if a.alpha == int(a.alpha) else a.alpha
+    (tmp / "adapter_config.json").write_text(json.dumps({
+        "alpha_pattern": {}, "auto_mapping": None, "base_model_name_or_path": a.base, "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "layers_pattern": None,
+        "layers_to_transform": None, "lora_alpha": alpha, "lora_dropout": 0.0, "modules_to_save": None,
+        "peft_type": "LORA", "r": a.rank, "rank_pattern": {}, "revision": None, "target_modules": a.targets,
+        "task_type": "CAUSAL_LM", "use_dora": False, "use_rslora": a.rslora}, indent=2) + "\n")
+    put_in_place(tmp, folder)
+
+
+def frozen_copy(model):
+    """The model as it is now, an adapter with it. What is frozen already is shared, not copied."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters() if not p.requires_grad}).requires_grad_(False)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+def save_weights(model, folder, tokenizer):
+    """The model in Hugging Face format, or its adapter in that of peft."""
+    if model.adapter is None:
+        save_model(model, folder, tokenizer)
+    else:
+        save_adapter(model, folder)
+
+
 def save_checkpoint(folder, model, tokenizer, optimizer, state):
-    """The model in Hugging Face format, and resume.pt with the optimizer and `state` (a dict of plain values)."""
-    save_model(model, folder, tokenizer)
+    """The weights, and resume.pt with the optimizer and `state` (a dict of plain values)."""
+    save_weights(model, folder, tokenizer)
     tmp = Path(folder) / "resume.pt.tmp"
     with open(tmp, "wb") as f:   # not a path: a full disk then says so in an OSError
         torch.save({"optimizer": optimizer.state_dict(), **state}, f)
@@ -522,10 +779,11 @@ def load_checkpoint(folder, model, optimizer):
         raise UserError(f"--resume: {folder} holds no resume.pt (the run was stopped before its first checkpoint)")
     try:
         saved = torch.load(folder / "resume.pt", map_location="cpu", weights_only=True)
-        weights = read_tensors(folder)
+        weights = read_tensors(folder, "model" if model.adapter is None else "adapter_model")
         with torch.no_grad():
             for name, p in model.named_parameters():
-                p.copy_(weights[name])
+                if model.adapter is None or p.requires_grad:
+                    p.copy_(weights[name if model.adapter is None else lora_key(name)])
         optimizer.load_state_dict(saved.pop("optimizer"))
     except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as e:
         raise UserError(f"--resume: {folder} is not whole ({type(e).__name__}: {str(e).splitlines()[0][:200]})") from e

@@ -1826,7 +1826,8 @@ def describe(study):
     def each(values):
         return ", ".join(sorted({str(v) for v in values if v})) or "unknown"
     when = sorted(r.record.get("time", "") for r in runs)
-    text = (f"Start: {study.model.get('name')} ({str(study.model.get('sha256'))[:12]}). Devices: "
+    adapter = f" with the adapter {study.model['adapter'].get('name')}" if study.model.get("adapter") else ""
+    text = (f"Start: {study.model.get('name')}{adapter} ({str(study.model.get('sha256'))[:12]}). Devices: "
             f"{each(r.record.get('device') for r in runs)}; precision {each(r.args.get('precision') for r in runs)}; "
             f"torch {each((r.record.get('versions') or {}).get('torch') for r in runs)}; commits "
             f"{each((r.record.get('git') or {}).get('commit') for r in runs)}; {when[0][:16]} to {when[-1][:16]}. "

@@ -7,8 +7,9 @@ The one test command.
 
 Two pytest processes take files from one list, so that both cores are busy; the last line counts for both. Says which
 device it ran on, and lists the skipped tests by reason: a reason that is not among ALLOWED_SKIPS fails the run. With a
-GPU (CUDA or MPS) the GPU tests run too. The tests in this file are the end-to-end ones: every script and arm for two
-steps, wrong commands, and the rules of the house.
+CUDA GPU one process more runs tests/*_gpu.py on it; the others do not see it, since exact equality of two runs, and a
+fork of a process that has torch loaded, are a CPU's. The tests in this file are the end-to-end ones: every script and
+arm for two steps, wrong commands, and the rules of the house.
 """
 import argparse
 import ast
@@ -49,7 +50,8 @@ SPLIT = ("test_smoke.py", "test_scripts.py", "test_grpo.py")   # their fixtures 
 class Worker:
     """The plugin of one of the pytest processes: runs the tests that it claims, and writes down what became of them."""
 
-    def __init__(self, folder, number):
+    def __init__(self, folder, number, device=""):
+        self.device = device   # "gpu" or "cpu" where there is a CUDA GPU
         self.folder, self.number, self.skips, self.failures, self.tests = Path(folder), number, [], [], []
         self.terminal = os.fdopen(os.dup(1), "w")   # pytest captures what is printed
 
@@ -91,6 +93,8 @@ class Worker:
     def claimed(self, items):
         """The tests of this process: whole files, or test functions of the files in SPLIT, whoever comes first."""
         groups = {}
+        if self.device:   # with a GPU: its tests belong to the one process that sees it
+            items = [item for item in items if item.path.stem.endswith("_gpu") == (self.device == "gpu")]
         for item in items:
             split = item.path.name in SPLIT
             groups.setdefault((item.path.name, item.originalname if split else ""), []).append(item)
@@ -139,7 +143,7 @@ def get_args(argv=None):
     p.add_argument("--slow", action="store_true", help="the long tests alone (default: the others alone)")
     p.add_argument("-k", default="", metavar="EXPR", help="pytest's -k: run what matches by name")
     p.add_argument("--workers", type=int, default=min(2, os.cpu_count()), help="pytest processes side by side")
-    p.add_argument("--worker", nargs=2, metavar=("FOLDER", "NUMBER"), help=argparse.SUPPRESS)
+    p.add_argument("--worker", nargs=3, metavar=("FOLDER", "NUMBER", "DEVICE"), help=argparse.SUPPRESS)
     return p.parse_args(argv)
 
 
@@ -147,14 +151,17 @@ def main():
     args = get_args()
     os.chdir(ROOT)
     if args.worker:
+        folder, number, device = args.worker
         return pytest.main(["-p", "no:terminal", "-p", "no:cacheprovider", "-m", "slow" if args.slow else "not slow",
-                            "-k", args.k, *args.files], plugins=[Worker(args.worker[0], int(args.worker[1]))])
+                            "-k", args.k, *args.files], plugins=[Worker(folder, int(number), device)])
     print(f"device: {describe_device()}", flush=True)
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "test_smoke.py"), *sys.argv[1:]]
-        processes = [subprocess.Popen([*command, "--worker", folder, str(i)],
-                                      env={**os.environ, "OMP_NUM_THREADS": "1"}) for i in range(args.workers)]
+        devices = ["cpu"] * args.workers + ["gpu"] if torch.cuda.is_available() else [""] * args.workers
+        processes = [subprocess.Popen([*command, "--worker", folder, str(i), device], env={
+            **os.environ, "OMP_NUM_THREADS": "1", **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})})
+            for i, device in enumerate(devices)]
 
         def stop(number, frame):
             for process in processes:
@@ -162,7 +169,7 @@ def main():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stop)
         codes = [process.wait() for process in processes]
-        files = [Path(folder) / f"{i}.json" for i in range(args.workers)]
+        files = [Path(folder) / f"{i}.json" for i in range(len(devices))]
         results = [json.loads(f.read_text()) if f.exists() else None for f in files]
     return report(results, codes, time.time() - start)
 
@@ -246,14 +253,8 @@ def arm_commands():
             yield pytest.param(name, arm, id=f"{name} {arm or ''}".strip())
 
 
-@pytest.mark.parametrize("name, arm", arm_commands())
-def test_every_script_and_arm_runs(name, arm, small, tmp_path):
-    from helpers import run_script
-    from launch import run
-
-    import common
-    # one arm of a script in a process of its own; the others by the quick way, which starts the same code
-    first = arm in (None, next(iter(getattr(importlib.import_module(name), "ARMS", [None]))))
+def arm_flags(name, arm, small):
+    """The flags of two steps of a script's arm on small things."""
     own = {"pretrain": ["--data", small / "text.jsonl", "--tokenizer", small / "model", "--valid-rows", 4,
                         "--hidden", 16, "--layers", 1, "--heads", 2, "--kv-heads", 1, "--ffn", 16,
                         "--batch-tokens", 40],
@@ -262,9 +263,19 @@ def test_every_script_and_arm_runs(name, arm, small, tmp_path):
     flags = [x for flag, value in SMALL.items() if flag in known and flag not in own for x in (flag, value)]
     if name != "pretrain":
         flags += ["--model", small / "model", "--tasks-dir", small / "tasks"]
-    flags += [*own, *(["--arm", arm] if arm else []), *ARM_NEEDS.get(arm, [])]
-    got = (run_script if first else run)(f"{name}.py", *flags, "--output-dir", tmp_path / "run", "--labbook",
-                                         tmp_path / "labbook.md")
+    return [*flags, *own, *(["--arm", arm] if arm else []), *ARM_NEEDS.get(arm, [])]
+
+
+@pytest.mark.parametrize("name, arm", list(arm_commands()))
+def test_every_script_and_arm_runs(name, arm, small, tmp_path):
+    from helpers import run_script
+    from launch import run
+
+    import common
+    # one arm of a script in a process of its own; the others by the quick way, which starts the same code
+    first = arm in (None, next(iter(getattr(importlib.import_module(name), "ARMS", [None]))))
+    got = (run_script if first else run)(f"{name}.py", *arm_flags(name, arm, small), "--output-dir", tmp_path / "run",
+                                         "--labbook", tmp_path / "labbook.md")
     assert got.returncode == 0, got.stderr
     assert str(tmp_path / "run") in got.stdout.splitlines()[-1]
     records, problems = common.read_labbook(tmp_path / "labbook.md")

@@ -28,7 +28,6 @@ GPU:     python train_grpo.py --model runs/smollm2-gsm8k-sft-s0/checkpoint --tas
 Ends with a line like  "heldout-same pass@1 0.290 -> 0.561 (greedy 0.833 -> 0.883); ...  240 s  run folder runs/..."
 """
 import argparse
-import copy
 import math
 import time
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from common import RunError, UserError, number
 from engine import Engine
 from envs import get_task, load_pool, play
 from eval_passk import evaluate_splits
-from model import find_folder, load_checkpoint, load_model, save_checkpoint
+from model import find_folder, frozen_copy, load_checkpoint, load_model, save_checkpoint, set_up_lora
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Arms: what is rewarded (N, G), and how a reward becomes an advantage (N, G). played: see envs.py; rng: the step's own
@@ -94,7 +93,8 @@ PRESETS = {   # settings only; what is typed wins
                   "max_steps": 200, "lr": 1e-6, "max_new": 512, "limit": 100, "eval_n": 32, "eval_every": 25,
                   "eval_other": "math500", "eval_n_other": 16, "limit_other": 133, "eval_kl": True},
     "qwen3-1.7b": {"model": "Qwen/Qwen3-1.7B", "task": "arithmetic", "prompts_per_step": 4, "num_generations": 8,
-                   "max_steps": 120, "lr": 1e-5, "beta": 0.04, "kl_estimator": "k3", "max_new": 1024},
+                   "max_steps": 120, "lr": 1e-5, "lora_rank": 16, "beta": 0.04, "kl_estimator": "k3",
+                   "max_new": 1024},
 }
 
 
@@ -146,9 +146,7 @@ def get_args(argv=None):
     if args.max_steps % args.updates_per_rollout:
         p.error(f"--max-steps {args.max_steps} must be a multiple of --updates-per-rollout {args.updates_per_rollout} "
                 f"({args.max_steps - args.max_steps % args.updates_per_rollout} works)")
-    if args.lr is None and not common.is_tiny(args.model):
-        p.error(f"--lr has a default for data/tiny only; for {args.model} give --lr (1e-6 is usual for all "
-                f"weights of a 0.1B to 2B model) or --preset")
+    common.check_lr(p, args, "1e-6")
     return args
 
 
@@ -227,10 +225,11 @@ if __name__ == "__main__":
     tokenizer = common.load_tokenizer(folder, args.template)
     model = load_model(folder, common.weight_dtype(args.optim), device,
                        compute_dtype=common.pick_precision(args.precision, device))
+    adapter = set_up_lora(model, folder, args)
     task = get_task(args.task, args.tasks_dir)
     other = get_task(args.eval_other) if args.eval_other else None
     source = args.pool or task.path(task.train)
-    problems = load_pool(source, task, folder, args.any_pool) if args.pool else task.load(task.train)
+    problems = load_pool(source, task, folder, args.any_pool, adapter) if args.pool else task.load(task.train)
     held_out = [(t, split) for t in (task, other) if t for split in t.splits]
     for t, split in held_out:   # a malformed row is refused now, not at the evaluation after hours
         t.load(split)
@@ -241,7 +240,7 @@ if __name__ == "__main__":
         raise UserError(f"{source}: with --max-new {args.max_new} no problem fits the context of "
                         f"{model.config.max_position_embeddings} tokens")
     optimizer = common.make_optimizer(model, lr, optim=args.optim, seed=args.seed)
-    start = copy.deepcopy(model).requires_grad_(False) if beta or args.eval_kl else None
+    start = frozen_copy(model) if beta or args.eval_kl else None
     exact = beta > 0 and args.kl_estimator == "exact"
     engine = Engine(model, tokenizer, slots=args.slots)
     longest = max(size for size in sizes if size <= room) + args.max_new
@@ -251,7 +250,7 @@ if __name__ == "__main__":
         state = load_checkpoint(run.folder / "checkpoint", model, optimizer)
         first = run.resumes_at(state["step"], args.max_steps)
     run.start(folder, [source] + [t.path(split) for t, split in held_out], device,
-              {"lr": lr, "beta": beta, "loss_norm": norm})
+              {"lr": lr, "beta": beta, "loss_norm": norm, **model.settings()}, adapter)
     if args.resume:
         run.restore(first, state["run"])
 
@@ -263,7 +262,7 @@ if __name__ == "__main__":
         run.save(step, lambda to: save_checkpoint(to, model, tokenizer, optimizer, {"step": step, "run": run.state()}))
 
     rows_a_step = args.prompts_per_step * args.num_generations
-    print(f"{run.folder}\n{model.num_params() / 1e6:.2f}M parameters on {common.device_name(device)}, products in "
+    print(f"{run.folder}\n{model.describe()} on {common.device_name(device)}, products in "
           f"{str(model.compute_dtype)[6:]}, {common.OPTIMS[args.optim][0]}; {len(fits)} problems, "
           f"{args.prompts_per_step} x {args.num_generations} = {rows_a_step} answers a step, lr {lr:g}, "
           f"{norm} mean"

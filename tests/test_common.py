@@ -1084,9 +1084,12 @@ def test_restore_cuts_what_later_steps_wrote(tmp_path, start):
     for step in range(1, 6):
         run.log(step, {"reward": step}, 5, [])
         common.append_jsonl(run.folder / "samples.jsonl", [{"step": step, "text": "a\u2028b\x85"}] * 2)
-    run.evaluated(0, {"s": RESULT})
+    answers = [{"id": "a", "sample": i, "text": "b\u2028", "ids": [1, 2, 3, 4], "prompt_length": 3} for i in range(2)]
+    run.evaluated(0, {"s": RESULT | {"samples": answers}})
     state = json.loads(json.dumps(run.state())) | {"wall_s": 100.0}
-    run.evaluated(5, {"s": RESULT})
+    run.evaluated(5, {"s": RESULT | {"samples": answers}})
+    # killed between the answers of an evaluation and its row: it comes again whole
+    common.append_jsonl(run.folder / "eval_samples.jsonl", [{"step": 3, "split": "s", **answers[0]}])
     with open(run.folder / "metrics.jsonl", "a") as f:
         f.write('{"step": 2, "torn')
     again = start("--resume", run.folder, begin=False)
@@ -1094,7 +1097,10 @@ def test_restore_cuts_what_later_steps_wrote(tmp_path, start):
     assert [r["step"] for r in read_rows(run.folder / "metrics.jsonl")] == [1, 2, 3]
     assert [r["step"] for r in read_rows(run.folder / "samples.jsonl")] == [1, 1, 2, 2, 3, 3]
     assert read_rows(run.folder / "samples.jsonl")[0]["text"] == "a\u2028b\x85"
-    assert [r["step"] for r in read_rows(run.folder / "eval.jsonl")] == [0]
+    rows = read_rows(run.folder / "eval.jsonl")
+    assert [r["step"] for r in rows] == [0] and "samples" not in rows[0]
+    kept = read_rows(run.folder / "eval_samples.jsonl")
+    assert [(r["step"], r["sample"]) for r in kept] == [(0, 0), (0, 1)] and kept[0]["ids"] == [4]
     assert again.wall_s() >= 100 and list(again.scores["s"]) == ["before"]
 
 

@@ -9,7 +9,7 @@ from test_engine import PROMPTS, TOK, V, rows, train_step
 import common
 import engine as engine_module
 from engine import Engine, key_uniform, sample_tokens
-from model import Transformer, new_model
+from model import Transformer, add_lora, new_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -186,6 +186,26 @@ def test_captured_graphs_see_new_weights(params, compute):
     after = e.generate(PROMPTS, 4, max_new=20, greedy=True, eos_ids=())
     assert e.graphs == graphs and (before.logp[:, 8] - after.logp[:, 8]).abs().max() > 0.01
     assert gap(model, after).abs().mean() < (1e-5 if compute == FP32 else 0.02)
+
+
+@pytest.mark.parametrize("compute", [FP32, BF16])
+def test_captured_graphs_see_an_adapter(compute):
+    model, bare = small(compute=compute), small(compute=compute)
+    add_lora(model, 8, seed=1)
+    e = Engine(model)
+    before = e.generate(PROMPTS, 4, max_new=20, greedy=True, eos_ids=())
+    assert torch.equal(before.ids, Engine(bare).generate(PROMPTS, 4, max_new=20, greedy=True, eos_ids=()).ids)
+    graphs = dict(e.graphs)
+    torch.set_default_device("cuda")
+    try:
+        for _ in range(2):   # the first moves B alone
+            train_step(model, 0.05)
+    finally:
+        torch.set_default_device("cpu")
+    after = e.generate(PROMPTS, 4, max_new=20, greedy=True, eos_ids=())
+    assert e.graphs == graphs and (before.logp[:, 8] - after.logp[:, 8]).abs().max() > 0.01
+    assert gap(model, after).abs().mean() < (1e-5 if compute == FP32 else 0.02)
+    assert gap(bare, after).abs().mean() > 0.05
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -519,6 +519,7 @@ def test_every_flag_of_the_method_is_in_the_table_above():
     """A new flag needs a row in EFFECTS, or a test that is named here."""
     elsewhere = {"arm", "lam", "preset", "slots", "micro_batch_tokens", "kl_everywhere",   # tested one by one here
                  "pool", "any_pool", "eval_other", "limit_other", "eval_n_other", "eval_kl",      # test_pool.py
+                 "adapter", "lora_rank", "lora_alpha", "lora_targets",                              # test_lora.py
                  "optim"}                                                                   # test_common.py
     records = {"seed", "output_dir", "labbook", "curves", "resume", "save_every", "keep", "notes", "price_per_hour",
                "wandb", "device", "model", "task", "tasks_dir", "template", "limit", "eval_every", "eval_n",

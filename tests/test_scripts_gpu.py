@@ -1,0 +1,63 @@
+"""
+Every script and arm on the GPU, as a user starts it but in this process: a GPU takes seconds to be woken, and is awake.
+"""
+import contextlib
+import io
+import json
+import runpy
+import signal
+import sys
+
+import pytest
+import torch
+from helpers import ROOT
+from launch import jsonl
+
+import common
+from test_smoke import arm_commands, arm_flags, small  # noqa: F401  (a fixture)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+def run_here(script, *args):
+    """-> exit code and what was printed."""
+    before = sys.argv, sys.excepthook, {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    out = io.StringIO()
+    sys.argv = [str(ROOT / script), *map(str, args)]
+    try:
+        with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as end:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            raise SystemExit(0)   # a script that ends without a code
+    finally:
+        sys.argv, sys.excepthook = before[:2]
+        for number, handler in before[2].items():
+            signal.signal(number, handler)
+    return end.value.code or 0, out.getvalue()
+
+
+@pytest.mark.parametrize("name, arm", list(arm_commands()))
+def test_every_script_and_arm_runs_on_the_gpu(name, arm, small, tmp_path):  # noqa: F811
+    code, said = run_here(f"{name}.py", *arm_flags(name, arm, small), "--device", "cuda", "--output-dir",
+                          tmp_path / "run", "--labbook", tmp_path / "labbook.md")
+    assert code == 0 and "products in bfloat16" in said
+    record = common.read_labbook(tmp_path / "labbook.md")[0][1]
+    assert record["kind"] == "run" and record["status"] == "ok"
+    assert record["device"] == torch.cuda.get_device_name(0) and record["budget"]["peak_mem_gib"] > 0
+    assert [r["step"] for r in jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def test_evaluation_and_the_pool_on_the_gpu(small, tmp_path):  # noqa: F811
+    out = tmp_path / "out.json"
+    code, _ = run_here("eval_passk.py", "--model", small / "model", "--tasks-dir", small / "tasks", "--n", 8, "--k", 1,
+                       "--max-new", 8, "--limit", 8, "--device", "cuda", "--out", out)
+    assert code == 0 and len(json.loads(out.read_text())["problems"]) == 8
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adamw-sr"])
+@pytest.mark.parametrize("there, back", [("cuda", "cpu"), ("cpu", "cuda")])
+def test_a_run_moves_between_cpu_and_gpu(there, back, optim, small, tmp_path):  # noqa: F811
+    flags = [*arm_flags("train_grpo", "grpo", small), "--output-dir", tmp_path / "run", "--labbook",
+             tmp_path / "labbook.md", "--optim", optim]
+    assert run_here("train_grpo.py", *flags, "--device", there)[0] == 0
+    code, said = run_here("train_grpo.py", "--resume", tmp_path / "run", "--device", back, "--max-steps", 4)
+    assert code == 0 and [r["step"] for r in jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4], said
