@@ -246,7 +246,7 @@ def test_fused_step_is_nearer_to_fp32_than_the_plain_one(shape, params, monkeypa
     model = model.float()
     model.compute_dtype = FP32
     want_logp, want = gradients(model)
-    assert (logp - want_logp).abs().mean() < 0.8 * (plain_logp - want_logp).abs().mean()
+    assert (logp - want_logp).abs().mean() < 0.9 * (plain_logp - want_logp).abs().mean()
     for name, exact in want.items():
         if name.endswith("k_proj.bias"):   # zero but for rounding: a softmax does not see what all keys share
             continue

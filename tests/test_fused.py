@@ -241,8 +241,8 @@ def test_the_model_runs_through_the_kernels_and_recompute_changes_no_gradient(ki
         model.zero_grad()
         hidden = model(ids, [10, 14])
         assert hidden.dtype == FP32
-        if params == FP32 and DEVICE == "cuda":   # bf16 weights are exact in every path
-            assert (hidden - want).norm() < 0.8 * (plain - want).norm()
+        if params == FP32 and DEVICE == "cuda":   # the interpreter cuts where a GPU rounds
+            assert (hidden - want).norm() < 0.9 * (plain - want).norm()
         close(hidden, want, 0.02)
         hidden.backward(dh)
         grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
