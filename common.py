@@ -400,9 +400,15 @@ def memory_free(device):
 def layer_bytes(model):
     """
     Bytes that one layer keeps of one token for the backward pass: two fp32 residuals with their norms, and in the dtype
-    of the products the inputs of q, k, v, attention and output, and four widths of the SwiGLU.
+    of the products the inputs of q, k, v, attention and output, and four widths of the SwiGLU. Through fused.py: two
+    fp32 residuals, the inputs of the qkv and the gate/up product, q, k, v (before the head norms too, if there are
+    any), attention's output and log-sums, and three widths of the SwiGLU.
     """
     c, size = model.config, 4 if model.compute_dtype == torch.float32 else 2
+    if model.kernels():
+        heads, kv = c.num_attention_heads, c.num_key_value_heads
+        return (12 * c.hidden_size + 2 * c.head_dim * (2 * heads + 2 * kv + c.qk_norm * (heads + kv)) + 4 * heads
+                + 6 * c.intermediate_size)
     return 16 * c.hidden_size + size * (7 * c.hidden_size + 4 * c.intermediate_size)
 
 
@@ -427,11 +433,16 @@ def check_room(run, model, row_tokens, rows_a_step, slots=0):
     sampler = kept = 0 if own else size * (params if model.adapter is None else model.head_weight.numel())
     sampler += size * sum(m.weight.numel() for m in model.modules() if getattr(m, "lora_A", None) is not None)
     fixed = trained * state + kept + sampler * bool(slots) + cache + logits
+    passing = 0
+    if model.kernels():   # the gate/up product's fp32 sums, of one layer at a time; a head in fp16 and another in bf16
+        passing = 8 * c.intermediate_size
+        fixed += (not own) * 2 * c.vocab_size * c.hidden_size
+    a_token += passing
     tokens = max(row_tokens, min(micro, row_tokens * rows_a_step))
     free, total = memory_free(model.device)
     if free is not None and fixed + tokens * a_token > free:
         model.checkpointing = True
-        a_token = c.num_hidden_layers * 4 * c.hidden_size + layer
+        a_token = c.num_hidden_layers * 4 * c.hidden_size + layer + passing
         fixed -= kept
         run.remark = (f"layers are recomputed in the backward pass: {tokens} tokens keep "
                       f"{tokens * a_token / GIB:.1f} GiB in place of {tokens * c.num_hidden_layers * layer / GIB:.1f}")
@@ -1134,10 +1145,18 @@ def micro_batches(length, rows, tokens):
     return groups
 
 
+def head_dtype(hidden, weight):
+    """The dtype of the head's factors: what the model says (Transformer.head_weight), else that of `hidden`."""
+    return getattr(weight, "factors", None) or hidden.dtype
+
+
 def output_logits(hidden, weight):
-    """hidden (R, C) times weight (V, C) -> logits (R, V): factors of the hidden dtype, sums and result fp32 or fp64."""
-    weight = weight.to(hidden.dtype)
+    """hidden (R, C) times weight (V, C) -> logits (R, V): factors as head_dtype says, sums and result fp32 or fp64."""
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    dtype = head_dtype(hidden, weight)
+    if needs_grad and dtype == torch.float16:
+        dtype = hidden.dtype   # autograd would round the gradient to fp16 too, where most of it is 0
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
     if hidden.is_cuda and hidden.dtype != torch.float32 and not needs_grad:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -1163,35 +1182,48 @@ def head_backward(hidden, weight, targets, fn, temperature=1.0, full=False, chun
     Adds to weight.grad, and returns the gradient of hidden (P, C) and the sums of the metrics; the caller ends with
     hidden.backward(gradient), one pass through the body.
     """
-    chunk = chunk or chunk_rows(weight.shape[0], hidden.device)
-    grad, sums = torch.zeros_like(hidden), {}
-    w = weight.detach().to(hidden.dtype)
+    grad, sums, dtype = torch.zeros_like(hidden), {}, head_dtype(hidden, weight)
+    # gradients are far smaller than fp16 numbers: their products are bf16
+    half, through = torch.bfloat16 if dtype == torch.float16 else dtype, dtype != hidden.dtype
+    if through:   # the model runs through these kernels
+        import fused
+    # with them the passes over the logits keep half of what they keep else
+    chunk = chunk or chunk_rows(weight.shape[0], hidden.device) * (2 if through and not full else 1)
+    w = weight.detach().to(dtype)
+    w_back = w if dtype == half else weight.detach().to(half)
     if weight.requires_grad and weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     for start in range(0, hidden.shape[0], chunk):
         rows = slice(start, min(start + chunk, hidden.shape[0]))
         h = hidden[rows].detach()
-        z = output_logits(h, w).div_(temperature)                                # (R, V) fp32
+        z = output_logits(h.to(dtype), w)                                            # (R, V) fp32
         if full:
             with torch.enable_grad():
-                z.requires_grad_()
+                z.div_(temperature).requires_grad_()
                 loss, metrics = fn(z, rows)
-                dz = torch.autograd.grad(loss, z)[0]
+                dz = torch.autograd.grad(loss, z)[0].div_(temperature)
         else:
-            lse = z.logsumexp(-1)
-            logp = z.gather(1, targets[rows, None])[:, 0] - lse                  # (R,)
-            p = (z - lse[:, None]).exp_()
-            entropy = lse - (p * z).sum(-1)
+            if through:
+                logp, entropy, lse = fused.head_stats(z, targets[rows], temperature)
+            else:
+                lse = z.div_(temperature).logsumexp(-1)
+                logp = z.gather(1, targets[rows, None])[:, 0] - lse                  # (R,)
+                p = (z - lse[:, None]).exp_()
+                entropy = lse - (p * z).sum(-1)
             with torch.enable_grad():
                 logp.requires_grad_()
                 loss, metrics = fn(logp, entropy, rows)
                 g = torch.autograd.grad(loss, logp)[0]
-            # d logp_target / dz = onehot(target) - p
-            dz = p.mul_(-g[:, None]).scatter_add_(1, targets[rows, None], g[:, None])
-        dz = dz.div_(temperature).to(hidden.dtype)
-        grad[rows] = dz @ w
+            if through:
+                dz = fused.head_grad(z, lse, targets[rows], g, temperature)
+            else:   # d logp_target / dz = onehot(target) - p
+                dz = p.mul_(-g[:, None]).scatter_add_(1, targets[rows, None], g[:, None]).div_(temperature)
+        dz, h = dz.to(half), h.to(half)
+        grad[rows] = torch.mm(dz, w_back, out_dtype=hidden.dtype) if through else dz @ w_back
         if weight.requires_grad and weight.grad.dtype == dz.dtype:
             weight.grad.addmm_(dz.t(), h)   # without a temporary of (V, C)
+        elif weight.requires_grad and through:
+            torch.addmm(weight.grad, dz.t(), h, out_dtype=weight.grad.dtype, out=weight.grad)   # likewise
         elif weight.requires_grad:
             weight.grad.add_(dz.t() @ h)
         for k, v in metrics.items():
@@ -1210,12 +1242,21 @@ def score(model, rollout, temperature=1.0, tokens=16384):
     for rows in micro_batches(length, range(ids.shape[0]), tokens):
         p = pack_rows(ids, mask, length, rows, model.device)
         hidden = model(p.ids, p.lengths)[p.where]
-        chunk = chunk_rows(model.head_weight.shape[0], model.device)
+        chunk, weight = chunk_rows(model.head_weight.shape[0], model.device), model.head_weight
+        dtype = head_dtype(hidden, weight)
+        through, hidden, weight = dtype != hidden.dtype, hidden.to(dtype), weight.to(dtype)
+        if through:   # the model runs through these kernels
+            import fused
         for s in range(0, len(p.targets), chunk):
-            all_logp = (output_logits(hidden[s:s + chunk], model.head_weight) / temperature).log_softmax(-1)
+            z, targets = output_logits(hidden[s:s + chunk], weight), p.targets[s:s + chunk]
+            if through:
+                part_logp, part_entropy, _ = fused.head_stats(z, targets, temperature)
+            else:
+                all_logp = (z / temperature).log_softmax(-1)
+                part_logp = all_logp.gather(1, targets[:, None])[:, 0]
+                part_entropy = -(all_logp.exp() * all_logp).sum(-1)
             places = (p.row[s:s + chunk].cpu(), p.col[s:s + chunk].cpu())
-            logp[places] = all_logp.gather(1, p.targets[s:s + chunk, None])[:, 0].cpu()
-            entropy[places] = -(all_logp.exp() * all_logp).sum(-1).cpu()
+            logp[places], entropy[places] = part_logp.cpu(), part_entropy.cpu()
     return logp, entropy
 
 

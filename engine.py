@@ -10,9 +10,11 @@ ones. A prompt's keys and values are computed once (`extend`) and copied to the 
 last token: that one goes through the decode step like every later token, so there is one sampling path only. The host
 looks every few steps. Then it ends rows, cuts a row at the token that completed a stop string, writes the keys of
 injected text, gives free places to waiting rows, and moves rows down so that a short tail is cheap. On CUDA a decode
-step is one captured graph, in bf16 of the kernels in engine_cuda.py; on CPU and MPS the same function runs eagerly.
+step is one captured graph, in bf16 of the kernels in fused.py, and the host looks at one chunk of steps while the
+device runs the next; on CPU and MPS the same function runs eagerly.
 
-Numbers. The steps are those of model.py: residual stream in fp32, products in `compute_dtype`, head with fp32 output.
+Numbers. The steps are those of model.py: residual stream in fp32, products in `compute_dtype`, head with fp32 output;
+with the kernels of fused.py the cache is fp16, as the keys and values of the trainer are.
 A token is drawn by inverse CDF from one uniform number, a hash of (seed, step, prompt id, sample, position). So a
 sample depends on its own prompt only and not on the rows beside it, up to the rounding of a matrix product whose row
 count changes. The weights are the model's own tensors: an in-place optimizer step is seen at once. An adapter's product
@@ -22,6 +24,7 @@ Left out on purpose: top-k, top-p, penalties (the trainer's log-probs would be t
 paged memory (slots of one length read no more bandwidth), speculative decoding.
 """
 import time
+from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -30,7 +33,7 @@ import torch
 import torch.nn.functional as F
 
 from common import RunError, UserError, output_logits, round_stochastically
-from model import packed_attention, rms_norm, rope_angles
+from model import head_factors, load_kernels, packed_attention, rms_norm, rope_angles
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Random numbers: a hash, so that a sample's draws are the same in every batch, on every device and after a resume
@@ -114,7 +117,8 @@ class Rollout:
     logp: torch.Tensor            # (B, T-1) fp32; logp[:, t] scores ids[:, t+1] as it was sampled; 0 where mask is 0
     entropy: torch.Tensor | None  # (B, T-1) nats, aligned like logp
     finish: list                  # "eos" | "stop" | "length"
-    # tokens_sampled, prompt_tokens, injected_tokens; prefill_s, decode_s, wall_s; tokens_per_s (sampled / wall_s);
+    # tokens_sampled, prompt_tokens, injected_tokens; prefill_s, decode_s (of the host, which on CUDA waits for tokens
+    # only), wall_s; tokens_per_s (sampled / wall_s);
     # steps; slot_steps (steps x slots that ran; tokens_sampled / slot_steps is the share that was of use); path: "fused
     # kernels" (CUDA in bf16 with Triton), "flash" (without Triton), "plain" (everything else)
     stats: dict
@@ -167,17 +171,6 @@ def merge(module, name, out):
     round_stochastically(change, out, torch.Generator(out.device).manual_seed(0))
 
 
-def load_kernels():
-    """engine_cuda.py where Triton is installed (it comes with torch for CUDA), else None."""
-    try:
-        import engine_cuda
-    except ImportError as e:
-        if not (e.name or "").startswith("triton"):
-            raise
-        return None
-    return engine_cuda
-
-
 def swiglu(gate_up):
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -211,7 +204,7 @@ def flash_works(config, dtype, device):
 # ----------------------------------------------------------------------------------------------------------------------
 # The engine
 
-ROW_BUCKETS = (16, 32, 64, 128, 256, 512)   # one captured graph each; above 512 rows, multiples of 512
+ROW_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512)   # one captured graph each; above 512 rows, multiples of 512
 EXTEND_TOKENS = 8192                        # prompt tokens of one packed forward: bounds the memory it takes
 
 
@@ -230,6 +223,7 @@ class Engine:
         self.look = 8 if self.device.type != "cpu" else 4   # decode steps between two looks of the host
         # A refill on a GPU is some hundred launches however few rows it brings, so it waits until a few have ended
         self.refill = max(1, slots // 16) if self.device.type == "cuda" else 1
+        self.ahead = int(self.device.type == "cuda")        # chunks of steps that run while the host reads another
         self.kv = None                                      # (2, L, S, Hkv, T, D): keys and values
         self.piece_ends = {}                                # stop strings -> which tokens can complete one of them
         self.load()
@@ -243,8 +237,14 @@ class Engine:
         self.copied = []   # (our copy in another dtype or on another device, modules, attribute)
         fp32, dtype, body, c = torch.float32, self.dtype, self.model.model, self.model.config
 
+        half = self.device.type == "cuda" and dtype != fp32
+        self.flash = half and flash_works(c, torch.float16 if load_kernels() else dtype, self.device)
+        self.fused = load_kernels() if self.flash and dtype == torch.bfloat16 else None   # fused.py, or the plain path
+
         def linear(*modules):
-            return self.take(modules, dtype), None if modules[0].bias is None else self.take(modules, dtype, "bias")
+            bias = modules[0].bias   # the kernels add it to an fp32 sum, as it is
+            return self.take(modules, dtype), None if bias is None else self.take(
+                modules, bias.dtype if self.fused else dtype, "bias")
 
         self.layers = []
         for layer in body.layers:
@@ -258,11 +258,11 @@ class Engine:
             self.layers.append(w)
         self.norm = self.take([body.norm], fp32)
         self.embed = self.take([body.embed_tokens], body.embed_tokens.weight.dtype)
-        self.head = self.take([body.embed_tokens if c.tie_word_embeddings else self.model.lm_head], dtype)
+        head = body.embed_tokens if c.tie_word_embeddings else self.model.lm_head
+        self.head = self.take([head], head_factors(head.weight) if self.fused else dtype)
         # on CPU output_logits would widen a bf16 head at each step
         self.head32 = self.head.float() if self.device.type == "cpu" and dtype != fp32 else None
-        self.flash = self.device.type == "cuda" and dtype != fp32 and flash_works(c, dtype, self.device)
-        self.fused = load_kernels() if self.flash else None   # engine_cuda, or None for the plain path
+        self.kv_dtype = torch.float16 if self.fused else dtype
 
     def take(self, modules, dtype, name="weight"):
         """
@@ -325,7 +325,7 @@ class Engine:
         """At least `slots` places of `length` tokens; keep: with what they hold now."""
         c, old = self.model.config, self.kv
         if old is not None:
-            if old.shape[2] >= slots and old.shape[4] >= length and old.dtype == self.dtype:
+            if old.shape[2] >= slots and old.shape[4] >= length and old.dtype == self.kv_dtype:
                 return
             # half as much again, so that rows that grow by injection do not move at every look
             length = max(old.shape[4], length if old.shape[4] >= length else max(length, old.shape[4] * 3 // 2))
@@ -335,19 +335,23 @@ class Engine:
         length = round_up(length, 64)
         shape = (2, c.num_hidden_layers, slots, c.num_key_value_heads, length, c.head_dim)
         # zeros, not empty: a masked position's weight is 0, and 0 * NaN is NaN
-        self.kv = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        if old is not None and old.dtype == self.dtype:
-            self.kv[:, :, :old.shape[2], :, :old.shape[4]] = old
-        self.graphs = {}
-        d, on = self.device, {"device": self.device}
+        self.kv = torch.zeros(shape, dtype=self.kv_dtype, device=self.device)
+        d, on, state = self.device, {"device": self.device}, getattr(self, "state", None)
         self.state = torch.zeros(3, slots, dtype=torch.int64, **on)   # per slot: last token, its position, row key
+        if old is not None and old.dtype == self.kv_dtype:
+            self.kv[:, :, :old.shape[2], :, :old.shape[4]] = old
+            self.state[:, :old.shape[2]] = state   # ahead of the host's while a chunk is under way
+        self.graphs = {}
         self.u = torch.zeros(self.look, slots, **on)                  # uniform numbers of the next steps
         # token, log-prob, entropy of the last steps; the floats by their bits, so that one copy brings all to the host
         self.out = torch.zeros(3, self.look, slots, dtype=torch.int32, **on)
         self.out_logp, self.out_entropy = self.out[1].view(torch.float32), self.out[2].view(torch.float32)
         self.counter = torch.zeros(1, dtype=torch.int64, **on)        # step inside the chunk, for the captured graph
         cos, sin = rope_angles(torch.arange(length, device=d), c.head_dim, c.rope_theta)
-        self.cos, self.sin = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]   # (T, 1, D)
+        if self.fused:
+            self.cos, self.sin = cos, sin   # (T, D / 2)
+        else:
+            self.cos, self.sin = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]   # (T, 1, D)
         # first row of (slot, head) in the cache seen as (S * Hkv * T, D)
         self.base = torch.arange(slots * c.num_key_value_heads, device=d).view(slots, -1) * length
         if self.flash:
@@ -359,20 +363,25 @@ class Engine:
     def blocks(self, ids, pos, rows, attend):
         """
         ids, pos (R,): tokens and their positions; rows (R * Hkv,): where each new key goes in the cache -> hidden
-        states (R, C) after the last norm. attend(layer, q, k, v) -> (R, Hq * D). The steps of Transformer.forward.
+        states (R, C) after the last norm, as the head takes them. attend(layer, q, k, v) -> (R, Hq * D). The steps of
+        Transformer.forward.
         """
         c, eps, dtype = self.model.config, self.model.config.rms_norm_eps, self.dtype
         hq, hkv, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         h = F.embedding(ids, self.embed).float()
         norms = [w.norm1 for w in self.layers[1:]] + [self.norm]   # what follows each layer
         if self.fused:
-            add_norm, rotate_store, act = self.fused.add_norm, self.fused.rotate_store, self.fused.swiglu
-            x = add_norm(h, None, self.layers[0].norm1, eps, dtype)
-            for i, (w, norm) in enumerate(zip(self.layers, norms)):
-                q = rotate_store(F.linear(x, *w.qkv), self.kv[0, i], self.kv[1, i], pos, rows, self.cos, self.sin,
-                                 (w.q_norm, w.k_norm) if c.qk_norm else None, eps, hq, hkv)
-                x = add_norm(h, F.linear(attend(i, q, None, None), *w.o), w.norm2, eps, dtype)
-                x = add_norm(h, F.linear(act(F.linear(x, *w.gate_up)), *w.down), norm, eps, dtype)
+            f, dtypes = self.fused, [dtype] * (len(self.layers) - 1) + [self.head.dtype]
+            x = f.add_norm_in_place(h, None, self.layers[0].norm1, eps, dtype)
+            for i, (w, norm, kind) in enumerate(zip(self.layers, norms, dtypes)):
+                q = f.rotate_store(f.product(x, w.qkv[0].t()), w.qkv[1], self.kv[0, i], self.kv[1, i], pos, rows,
+                                   self.cos, self.sin, (w.q_norm, w.k_norm) if c.qk_norm else None, eps, hq, hkv)
+                y = f.product(attend(i, q, None, None), w.o[0].t())
+                if w.o[1] is not None:
+                    y += w.o[1]
+                x = f.add_norm_in_place(h, y, w.norm2, eps, dtype)
+                y = f.product(f.swiglu(f.product(x, w.gate_up[0].t())), w.down[0].t())
+                x = f.add_norm_in_place(h, y, norm, eps, kind)
             return x
         cos, sin = self.cos[pos], self.sin[pos]   # (R, 1, D)
         x = rms_norm(h, self.layers[0].norm1, eps, dtype)
@@ -407,14 +416,13 @@ class Engine:
     def extend_pack(self, pack):
         slots, starts = [job[0] for job in pack], [job[1] for job in pack]
         lengths = [len(job[2]) for job in pack]
-        ids = torch.from_numpy(np.concatenate([np.asarray(job[2], dtype=np.int64) for job in pack])).to(self.device)
-        slot = torch.from_numpy(np.repeat(np.array(slots), lengths)).to(self.device)
-        pos_host = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths)])
-        pos = torch.from_numpy(pos_host).to(self.device)
-        cu = torch.tensor(np.cumsum([0] + lengths), dtype=torch.int32, device=self.device)
+        ids = self.send(np.concatenate([np.asarray(job[2], dtype=np.int64) for job in pack]))
+        slot = self.send(np.repeat(np.array(slots), lengths))
+        pos = self.send(np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths)]))
+        cu = self.send(np.cumsum([0] + lengths).astype(np.int32))
         if self.flash:
-            cu_k = torch.tensor(slots + [0], dtype=torch.int32, device=self.device) * self.cu_k[1]
-            used = torch.tensor([s + n for s, n in zip(starts, lengths)], dtype=torch.int32, device=self.device)
+            cu_k = self.send(np.array(slots + [0], dtype=np.int32)) * (self.kv.shape[3] * self.kv.shape[4])
+            used = self.send(np.array([s + n for s, n in zip(starts, lengths)], dtype=np.int32))
 
             def attend(i, q, k, v):
                 return self.flash_attention(i, q, cu, cu_k, max(lengths), used, causal=True)
@@ -441,7 +449,7 @@ class Engine:
         keys, values = self.kv[0, layer].as_strided(shape, stride), self.kv[1, layer]
         values = values.as_strided(shape, stride)
         return torch.ops.aten._flash_attention_forward(q, keys, values, cu_q, cu_k, max_q, length, 0.0, causal, False,
-                                                       seqused_k=used)[0].flatten(1)
+                                                       seqused_k=used)[0].flatten(1).to(self.dtype)
 
     def decode(self, rows, length, j, temperature, greedy, entropy):
         """
@@ -490,23 +498,44 @@ class Engine:
         # a row that ended inside the chunk runs on until the host looks; the clamp keeps its writes in its own slot
         self.state[1, :rows] = (pos + 1).clamp_(max=self.kv.shape[4] - 1)
 
+    def send(self, array):
+        """A numpy array -> the same on the device. Nothing waits: on CUDA the copy is one more thing in the queue."""
+        x = torch.from_numpy(array)
+        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x.to(self.device)
+
     @torch.inference_mode()
-    def decode_chunk(self, rows, steps, state, length, temperature, greedy, entropy):
-        """Runs `steps` steps of `rows` slots from the host's state (3, rows) -> tokens, log-probs, entropies."""
-        self.state[:, :rows] = torch.from_numpy(state).to(self.device)
+    def launch(self, rows, steps, state, fresh, length, temperature, greedy, entropy):
+        """
+        Starts `steps` steps of `rows` slots, those in `fresh` from the host's state (3, rows), the others from where
+        the device left them -> what read() turns into tokens, log-probs and entropies.
+        """
+        if len(fresh) == rows:
+            self.state[:, :rows] = self.send(state)
+        elif len(fresh):
+            self.state[:, self.send(fresh)] = self.send(state[:, fresh])
         if not self.fused:   # the fused sampler hashes by itself
             at = self.state[1, :rows] + torch.arange(1, steps + 1, device=self.device)[:, None]
             self.u[:steps, :rows] = key_uniform(self.state[2, :rows], at)
-        if self.device.type == "cuda":
-            self.counter.zero_()
-            graph = self.graph(rows, temperature, greedy, entropy)
-            for _ in range(steps):
-                graph.replay()
-        else:
+        if self.device.type != "cuda":
             length = min(round_up(length, 32), self.kv.shape[4])
             for j in range(steps):
                 self.decode(rows, length, j, temperature, greedy, entropy)
-        token, logp, ent = self.out[:, :steps, :rows].cpu().numpy()
+            return self.out[:, :steps, :rows].to("cpu", copy=True), None
+        self.counter.zero_()
+        graph = self.graph(rows, temperature, greedy, entropy)
+        for _ in range(steps):
+            graph.replay()
+        out = torch.empty(3, steps, rows, dtype=torch.int32, pin_memory=True)
+        out.copy_(self.out[:, :steps, :rows], non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return out, done
+
+    def read(self, out, done):
+        """Waits for the steps of a launch -> tokens, log-probs, entropies (K, R)."""
+        if done is not None:
+            done.synchronize()
+        token, logp, ent = out.numpy()
         return token, logp.view(np.float32), ent.view(np.float32)
 
     def graph(self, rows, temperature, greedy, entropy):
@@ -572,6 +601,9 @@ class Engine:
         slot_row = np.full(self.kv.shape[2], -1)       # row that owns the slot, -1 when free
         slot_prompt = np.full(self.kv.shape[2], -1)    # prompt whose keys the slot begins with; new at each call, since
         usable = min(self.slots, self.kv.shape[2])     # the weights may have changed
+        fresh = np.ones(self.kv.shape[2], dtype=bool)  # slots whose state the host knows and the device does not
+        flying = deque()                               # chunks that were started and not read
+        promised = np.zeros(b, dtype=np.int64)         # tokens of each row in them
         waiting, stats = 0, {"prefill_s": 0.0, "decode_s": 0.0, "steps": 0, "slot_steps": 0}
         while True:
             # admit: rows in order, into the lowest free slots
@@ -581,9 +613,10 @@ class Engine:
                 slot_row[free] = np.arange(waiting, waiting + len(free))
                 waiting += len(free)
                 self.admit(free, slot_row[free] // n, prompts, slot_prompt)
+                fresh[free] = True
                 stats["prefill_s"] += time.perf_counter() - clock
             live = np.flatnonzero(slot_row >= 0)
-            if not len(live):
+            if not len(live) and not flying:
                 break
             slot_prompt[slot_row < 0] = -1   # a graph's idle slots are written to
             # compact: live rows beyond the slots of the next step move into holes below
@@ -591,27 +624,44 @@ class Engine:
             high, holes = live[live >= size], np.flatnonzero(slot_row[:size] < 0)
             if len(high):
                 holes = holes[:len(high)]
-                used = int(run.length[slot_row[high]].max())
+                used = int((run.length + promised)[slot_row[high]].max())
                 self.copy_slots(high, holes, used)
-                slot_row[holes], slot_prompt[holes] = slot_row[high], slot_prompt[high]
-                slot_row[high] = -1
+                slot_row[holes], slot_prompt[holes], fresh[holes] = slot_row[high], slot_prompt[high], fresh[high]
+                slot_row[high], fresh[high] = -1, True
             # decode a few steps
             clock = time.perf_counter()
             rows = slot_row[:size].copy()
-            room = run.room(rows, max_new, most)
-            steps = int(min(self.look, room.max()))
-            longest = int(run.length[rows[rows >= 0]].max()) + steps
-            self.reserve(0, longest)
-            tokens, logps, ents = self.decode_chunk(size, steps, run.state(rows), longest, float(temperature), greedy,
-                                                    entropy)
+            room = run.room(rows, max_new, most) - np.where(rows >= 0, promised[rows], 0)
+            steps = int(min(self.look, room.max(initial=0)))
+            if steps > 0:
+                if not flying:
+                    fresh[:] = True   # the host has seen all
+                longest = int((run.length + promised)[rows[rows >= 0]].max()) + steps
+                self.reserve(0, longest)
+                out = self.launch(size, steps, run.state(rows), np.flatnonzero(fresh[:size]), longest,
+                                  float(temperature), greedy, entropy)
+                fresh[:size] = False
+                take = np.clip(room, 0, steps)
+                promised[rows[rows >= 0]] += take[rows >= 0]
+                flying.append((rows, take, out))
+                stats["steps"] += steps
+                stats["slot_steps"] += steps * size
+                if on_stop is None:   # a row that reaches its length leaves now: nothing in its tokens can prolong it
+                    gone = np.flatnonzero((rows >= 0) & (room <= steps))
+                    slot_row[gone], fresh[gone] = -1, True
+            if steps > 0 and len(flying) <= self.ahead:
+                continue
+            rows, take, out = flying.popleft()
+            tokens, logps, ents = self.read(*out)
             stats["decode_s"] += time.perf_counter() - clock
-            stats["steps"] += steps
-            stats["slot_steps"] += steps * size
             # look: end rows, cut at stops, inject
-            took = run.append(rows, tokens, logps, ents, np.minimum(room, steps), eos)
+            take = np.where(rows >= 0, take, 0)
+            promised[rows[rows >= 0]] -= take[rows >= 0]
+            took = run.append(rows, tokens, logps, ents, take, eos)
             jobs = []
-            for slot in self.stop_candidates(tokens, took, stop):
-                jobs += self.handle_stop(run, slot, rows[slot], took[slot], stop, on_stop, max_new, most)
+            for i in self.stop_candidates(tokens, took, stop):
+                for start, ids in self.handle_stop(run, rows[i], took[i], stop, on_stop, max_new, most):
+                    jobs.append((int(np.flatnonzero(slot_row == rows[i])[0]), start, ids))
             if jobs:
                 clock = time.perf_counter()
                 self.reserve(0, max(start + len(ids) + 1 for _, start, ids in jobs))
@@ -619,9 +669,17 @@ class Engine:
                 stats["prefill_s"] += time.perf_counter() - clock
             full = rows[(rows >= 0) & (run.room(rows, max_new, most) <= 0)]
             run.finish[full[run.finish[full] == GOING]] = LENGTH
-            slot_row[:size][run.finish[rows] != GOING] = -1   # idle slots stay -1 whatever row -1 says
+            # what is under way for a row that ended, or that went on from elsewhere, never happened
+            ended = rows[(rows >= 0) & (run.finish[rows] != GOING)]
+            changed = np.concatenate((ended, slot_row[[slot for slot, _, _ in jobs]]))
+            if len(changed):
+                promised[changed] = 0
+                fresh[np.isin(slot_row, changed)] = True
+                slot_row[np.isin(slot_row, ended)] = -1
+            for other, _, _ in flying:
+                other[np.isin(other, changed)] = -1
             if progress is not None:
-                progress(waiting - int((slot_row >= 0).sum()), b, int(run.sampled.sum()))
+                progress(int((run.finish != GOING).sum()), b, int(run.sampled.sum()))
         stats["wall_s"] = time.perf_counter() - began
         return run.result(stats, self)
 
@@ -671,11 +729,12 @@ class Engine:
 
     @torch.inference_mode()
     def copy_slots(self, sources, targets, length):
-        """Copies the first `length` places; what lies there beyond a row's own length is overwritten as it grows."""
+        """Copies state and the first `length` places; what lies beyond a row's length is overwritten as it grows."""
         each = max(1, EXTEND_TOKENS * 2 // max(length, 1))   # slots at a time: bounds the memory of the gather
         for i in range(0, len(sources) if length else 0, each):
-            source, target = (torch.as_tensor(x[i:i + each], device=self.device) for x in (sources, targets))
+            source, target = (self.send(np.asarray(x[i:i + each])) for x in (sources, targets))
             self.kv[:, :, target, :, :length] = self.kv[:, :, source, :, :length]
+            self.state[:, target] = self.state[:, source]
 
     # Stop strings -----------------------------------------------------------------------------------------------------
 
@@ -698,8 +757,8 @@ class Engine:
         counts = np.arange(tokens.shape[0])[:, None] < took
         return np.flatnonzero(((table[tokens] > 0) & counts).any(axis=0))
 
-    def handle_stop(self, run, slot, row, took, stop, on_stop, max_new, most):
-        """Cuts the row where a stop string is complete, and asks on_stop how to go on -> jobs for extend()."""
+    def handle_stop(self, run, row, took, stop, on_stop, max_new, most):
+        """Cuts the row where a stop string is complete, asks on_stop how to go on -> [(start, ids)] for extend()."""
         start, length = run.segment[row], run.length[row] - (run.finish[row] == EOS)
         if not any(s in self.text(run.ids[row, start:length]) for s in stop):
             return []
@@ -721,7 +780,7 @@ class Engine:
             run.inject(row, inject)
             if run.room(np.array([row]), max_new, most)[0] > 0:
                 # from the stop's last token on: its keys may not have been written, the last injected one's will be
-                return [(int(slot), int(end) - 1, run.ids[row, end - 1:run.length[row] - 1])]
+                return [(int(end) - 1, run.ids[row, end - 1:run.length[row] - 1])]
         return []
 
 

@@ -9,6 +9,7 @@ Every module is named as in the Hugging Face checkpoint, so that loading and sav
 pass takes packed sequences (one after the other, no padding) and returns hidden states; the head is applied by
 common.py, in chunks. The residual stream is fp32 and every product runs in `compute_dtype`: with bf16 that is what
 autocast does, written out, and engine.py repeats the same steps, so that sampler and trainer see the same numbers.
+On CUDA in bf16 both run through the kernels of fused.py, which round less often and leave the network as it is here.
 
 An adapter (LoRA, arXiv 2106.09685) is two small matrices beside a frozen one, y = W x + alpha / r B A x; adapters are
 read and written as the package peft does.
@@ -16,6 +17,7 @@ read and written as the package peft does.
 Left out on purpose: dropout, sliding windows, rope scaling, mixtures of experts. A config that asks for one is refused.
 """
 import copy
+import functools
 import json
 import math
 import os
@@ -191,6 +193,24 @@ def packed_attention(q, k, v, lengths, cu):
     return torch.cat(out)
 
 
+@functools.cache
+def load_kernels():
+    """fused.py where Triton is installed (it comes with torch for CUDA), else None."""
+    try:
+        import fused
+    except ImportError as e:
+        if not (e.name or "").startswith("triton"):
+            raise
+        return None
+    return fused
+
+
+def head_factors(weight):
+    """The dtype of the head's product beside the kernels of fused.py: fp16, with three bits more than bf16; but bf16
+    where the weights are, since trainer and engine then read them without a copy."""
+    return torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float16
+
+
 class Linear(nn.Linear):
     """
     A linear layer that multiplies in the dtype of its input; the master weight keeps its own. With an adapter, lora_A
@@ -266,6 +286,15 @@ class Layer(nn.Module):
         h = h + self.self_attn(rms_norm(h, self.input_layernorm.weight, self.eps, dtype), cos, sin, lengths, cu)
         return h + self.mlp(rms_norm(h, self.post_attention_layernorm.weight, self.eps, dtype))
 
+    def fused(self, kernels, h, y, cos, sin, cu, longest, add=False):
+        """The same through fused.py. y is what the block before adds to h; returned are h and what this layer's last
+        block adds, or with `add` their sum and None."""
+        h, x = kernels.add_norm(h, y, self.input_layernorm.weight, self.eps)
+        y = kernels.attention(x, self.self_attn, cos, sin, cu, longest)
+        h, x = kernels.add_norm(h, y, self.post_attention_layernorm.weight, self.eps)
+        y = kernels.mlp(x, self.mlp)
+        return (h + y, None) if add else (h, y)
+
 
 class Body(nn.Module):
     def __init__(self, c):
@@ -277,7 +306,7 @@ class Body(nn.Module):
 
 class Transformer(nn.Module):
     """
-    model(ids, lengths) -> hidden states (T, C) after the last norm, in `compute_dtype`.
+    model(ids, lengths) -> hidden states (T, C) after the last norm, in `compute_dtype` (fp32 from the fused kernels).
 
     ids (T,) int64: sequences one after the other; lengths: their lengths, Python ints that sum to T. The logits are
     `common.output_logits(hidden, model.head_weight)`.
@@ -296,12 +325,23 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self):
-        """The output matrix (V, C): the embedding itself when the head is tied."""
-        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        """The output matrix (V, C): the embedding itself when the head is tied. Its `factors` is the dtype in which
+        common.output_logits multiplies; None means that of the hidden states."""
+        weight = self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        weight.factors = head_factors(weight) if self.kernels() else None
+        return weight
 
     @property
     def device(self):
         return self.model.embed_tokens.weight.device
+
+    def kernels(self):
+        """fused.py where this model trains through it: on CUDA in bf16, with Triton, without an adapter. Else None."""
+        d = self.config.head_dim   # flash attention wants a multiple of 8, at most 256, and an Ampere or later
+        if (self.device.type != "cuda" or self.compute_dtype != torch.bfloat16 or d % 8 or d > 256
+                or torch.cuda.get_device_capability(self.device) < (8, 0) or self.adapter is not None):
+            return None
+        return load_kernels()
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())
@@ -333,12 +373,17 @@ class Transformer(nn.Module):
             ends - sizes, sizes, output_size=ids.numel())
         cos, sin = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
         h = wide(self.model.embed_tokens(ids))   # (T, C)
+        again = self.checkpointing and torch.is_grad_enabled()
+        if kernels := self.kernels():
+            y = None
+            for layer in self.model.layers:
+                args = (kernels, h, y, cos, sin, cu, max(lengths))
+                h, y = (torch.utils.checkpoint.checkpoint(layer.fused, *args, add=True, use_reentrant=False)
+                        if again else layer.fused(*args))
+            return kernels.add_norm(h, y, self.model.norm.weight, self.config.rms_norm_eps, torch.float32)[1]
         for layer in self.model.layers:
             args = (h, cos, sin, lengths, cu, self.compute_dtype)
-            if self.checkpointing and torch.is_grad_enabled():
-                h = torch.utils.checkpoint.checkpoint(layer, *args, use_reentrant=False)
-            else:
-                h = layer(*args)
+            h = torch.utils.checkpoint.checkpoint(layer, *args, use_reentrant=False) if again else layer(*args)
         return rms_norm(h, self.model.norm.weight, self.config.rms_norm_eps, self.compute_dtype)
 
 

@@ -471,6 +471,38 @@ def test_long_prompts_are_packed_in_pieces(monkeypatch):
     assert torch.equal(whole.ids, pieces.ids) and torch.allclose(whole.logp, pieces.logp, atol=1e-5)
 
 
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("case", ["length", "skewed", "eos", "stop", "inject", "grow"])
+def test_a_host_that_looks_late_gets_the_same_samples(ahead, case, monkeypatch):
+    """Chunks that run while an earlier one is read, as on a GPU: with refill, idle slots and compaction."""
+    model = tiny(scale=5.0, eos=[0, 3, 4] if case in ("eos", "skewed") else 0, context=1024)
+    more = {"stop": ["#", "a"]} if case in ("stop", "inject", "grow") else {}
+    limit = 30 if case != "skewed" else [3 if b % 2 else 30 for b in range(48)]
+
+    def run(ahead):
+        calls = {}
+
+        def on_stop(row, text, stop):
+            calls[row] = calls.get(row, 0) + 1
+            return [[7, 8, 14, 9] * (8 if case == "grow" else 1), [], [5], None][min(3, (calls[row] + row) % 5)]
+        e = Engine(model, TOK, slots=11, context=300)
+        e.ahead, e.refill = ahead, 3
+        return e.generate(PROMPTS, 12, max_new=limit, temperature=1.4, seed=4, entropy=True,
+                          eos_ids=() if case == "length" else None, **more,
+                          on_stop=on_stop if case in ("inject", "grow") else None)
+    monkeypatch.setattr(Engine, "bucket", lambda self, rows: next(b for b in (2, 4, 8, 11) if b >= rows))
+    want, got = run(0), run(ahead)
+    check_rows(model, PROMPTS, 12, got, 1.4)
+    assert rows(got) == rows(want) and got.finish == want.finish and torch.equal(got.mask, want.mask)
+    assert torch.allclose(got.logp, want.logp, atol=1e-5) and torch.allclose(got.entropy, want.entropy, atol=1e-4)
+    for key in ("tokens_sampled", "prompt_tokens", "injected_tokens"):
+        assert got.stats[key] == want.stats[key]
+    if case == "length":   # the host knows when rows will end: no step is run for nothing
+        assert got.stats["steps"] == want.stats["steps"]
+    else:
+        assert len(set(want.finish)) > 1
+
+
 def test_progress_counts_rows_and_tokens():
     calls = []
     r = Engine(tiny(), slots=3).generate(PROMPTS, 2, max_new=10, progress=lambda *a: calls.append(a))

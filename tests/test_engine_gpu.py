@@ -7,8 +7,9 @@ import torch
 from test_engine import PROMPTS, TOK, V, rows, train_step
 
 import common
+import engine as engine_module
 from engine import Engine, key_uniform, sample_tokens
-from model import add_lora, new_model
+from model import Transformer, add_lora, new_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -89,25 +90,27 @@ def test_graph_equals_eager(compute, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fused_kernels_flash_and_masked_attention_agree(shape):
+def test_fused_kernels_flash_and_masked_attention_are_near_fp32(shape, monkeypatch):
     """One model, three paths; teacher-forced through the prompts, so that no sampled token hides a difference."""
-    model, out = small(*shape), {}
     prompts = [[(7 * i + 3 * j) % (V - 2) + 2 for j in range(5 + 9 * i)] for i in range(20)]
+    exact = small(*shape, compute=FP32)
     for path in ("fused kernels", "flash", "plain"):
-        e = Engine(model, slots=160)
-        e.fused, e.flash = e.fused if path == "fused kernels" else None, path != "plain"
-        out[path] = e.generate(prompts, 8, max_new=2, seed=3, greedy=True, entropy=True)
-        if e.fused or path != "fused kernels":
-            assert out[path].stats["path"] == path
-    first = torch.arange(160), out["plain"].prompt_length - 1
-    for path in ("fused kernels", "flash"):
-        assert (out[path].logp[first] - out["plain"].logp[first]).abs().mean() < 0.01
-        assert (out[path].entropy[first] - out["plain"].entropy[first]).abs().mean() < 0.01
+        if path == "flash":
+            monkeypatch.setattr(engine_module, "load_kernels", lambda: None)
+        elif path == "plain":
+            monkeypatch.setattr(engine_module, "flash_works", lambda *args: False)
+        r = Engine(small(*shape), slots=160).generate(prompts, 8, max_new=2, seed=3, greedy=True, entropy=True)
+        if path != "fused kernels" or engine_module.load_kernels():
+            assert r.stats["path"] == path
+        logp, entropy = common.score(exact, r)
+        first = torch.arange(160), r.prompt_length - 1
+        assert (r.logp[first] - logp[first]).abs().mean() < 0.02
+        assert (r.entropy[first] - entropy[first]).abs().mean() < 0.02
 
 
 @pytest.mark.parametrize("vocab", [61, 2048, 5000, 49152])
 def test_fused_sampler_equals_the_plain_one(vocab):
-    kernels = pytest.importorskip("engine_cuda", reason="needs package triton")
+    kernels = pytest.importorskip("fused", reason="needs package triton")
     rows, slots = 300, 320
     gen = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(rows, vocab, generator=gen) * 3).cuda()
@@ -203,3 +206,51 @@ def test_captured_graphs_see_an_adapter(compute):
     assert e.graphs == graphs and (before.logp[:, 8] - after.logp[:, 8]).abs().max() > 0.01
     assert gap(model, after).abs().mean() < (1e-5 if compute == FP32 else 0.02)
     assert gap(bare, after).abs().mean() > 0.05
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The fused learning step: against fp32, and against the plain path in bf16
+
+FUSED = [("llama", 6, 2, 64), ("llama", 4, 4, 32), ("qwen2", 12, 2, 128), ("qwen3", 8, 1, 64), ("qwen2", 3, 3, 64)]
+LENGTHS = [200, 1, 37, 300]
+
+
+def gradients(model, scale=1.0, again=False):
+    """Log-probs of made-up targets and the gradient of each parameter, by the chunked head as the scripts take it."""
+    gen = torch.Generator().manual_seed(5)
+    ids, targets = (torch.randint(2, V, (sum(LENGTHS),), generator=gen).cuda() for _ in range(2))
+    g, seen = torch.randn(sum(LENGTHS), generator=gen).cuda() * scale, []
+    model.zero_grad(set_to_none=True)
+    model.checkpointing = again
+    hidden = model(ids, LENGTHS)
+    grad, _ = common.head_backward(hidden, model.head_weight, targets, lambda logp, entropy, at: (
+        seen.append(logp.detach()) or (logp * g[at]).sum(), {}), chunk=100)
+    hidden.backward(grad)
+    return torch.cat(seen), {name: p.grad.double() / scale for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", FUSED)
+@pytest.mark.parametrize("params", [FP32, BF16])
+def test_fused_step_is_nearer_to_fp32_than_the_plain_one(shape, params, monkeypatch):
+    pytest.importorskip("triton", reason="needs package triton")
+    model = small(*shape, params=params)
+    assert model.kernels()
+    logp, grads = gradients(model)
+    for again in (False, True):
+        same_logp, same = gradients(model, again=again)
+        assert torch.equal(logp, same_logp)
+        assert all(torch.equal(grads[name], same[name]) for name in grads)   # bit-equal, with recompute too
+    tiny = gradients(model, 2.0 ** -30)[1]
+    monkeypatch.setattr(Transformer, "kernels", lambda self: None)
+    plain_logp, plain = gradients(model)
+    model = model.float()
+    model.compute_dtype = FP32
+    want_logp, want = gradients(model)
+    assert (logp - want_logp).abs().mean() < 0.9 * (plain_logp - want_logp).abs().mean()
+    for name, exact in want.items():
+        if name.endswith("k_proj.bias"):   # zero but for rounding: a softmax does not see what all keys share
+            continue
+        size = exact.norm()
+        error, other = (grads[name] - exact).norm() / size, (plain[name] - exact).norm() / size
+        assert error < 1.1 * other + 1e-3, (name, float(error), float(other))
+        assert (tiny[name] - grads[name]).norm() / size < 1e-2 + (0.01 if params == BF16 else 0), name

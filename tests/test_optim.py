@@ -221,7 +221,7 @@ def saved_bytes(model, tokens):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(torch.randint(5, 200, (tokens,)), [tokens])
+        model(torch.randint(5, 200, (tokens,), device=model.device), [tokens])
     return sum(t.untyped_storage().nbytes() for at, t in held.items() if at not in weights)
 
 
