@@ -469,6 +469,7 @@ def head_stats(logits, targets, temperature):
 def head_grad(logits, lse, targets, g, temperature):
     """g (R,): the gradient of each target's log-prob -> that of the logits (R, V), bf16."""
     rows, v = logits.shape
+    g = g.contiguous()   # the gradient of a plain sum is one number, seen R times
     out = torch.empty_like(logits, dtype=BF16)
     head_grad_kernel[(rows, triton.cdiv(v, 4096))](logits, lse, targets, g, out, v, temperature, BLOCK=4096,
                                                    num_warps=8)

@@ -219,6 +219,9 @@ def test_log_prob_entropy_and_gradient_of_the_head(vocab, temperature):
     assert torch.allclose(logp.double(), want, atol=1e-5)
     assert torch.allclose(entropy.double(), torch.special.entr(logps.exp()).sum(-1), atol=1e-4)
     close(fused.head_grad(logits, lse, targets, g, temperature), torch.autograd.grad((want * g).sum(), x)[0], 5e-3)
+    one = torch.tensor([0.5, 9.0, 9.0], device=DEVICE)[:1].expand(5)   # of a plain sum: one number, seen five times
+    close(fused.head_grad(logits, lse, targets, one, temperature), torch.autograd.grad(
+        ((x / temperature).log_softmax(-1).gather(1, targets[:, None]) * 0.5).sum(), x)[0], 5e-3)
     logits[2, 7] = float("nan")
     assert fused.head_stats(logits, targets, temperature)[0].isnan().tolist() == [False, False, True, False, False]
 
