@@ -1050,7 +1050,8 @@ def test_nothing_outlives_the_pool(box):
             "import time\ntime.sleep(9)",
         ):
             own.judge(code, SUM, limits=Limits(wall_s=0.5, cpu_s=0.4))
-    assert sockets_and_processes() == before
+    # no more than before; a child of an earlier test may end meanwhile
+    assert all(now <= then for now, then in zip(sockets_and_processes(), before))
     mine = [w.process.pid for w in box.workers if w.process]
     assert not [
         p for p in tree if os.path.exists(f"/proc/{p}") and not any(p == m or p in descendants(m) for m in mine)
