@@ -44,6 +44,9 @@ from train_grpo import Places, group_advantage, grpo_loss, token_weights
 
 IMPORTS_S = time.perf_counter() - BEGAN
 MODES = {"rollout": ["hf", "vllm"], "train": ["trl"], "cpu": ["hf", "trl"], "memory": [], "sandbox": []}   # and rivals
+UNREAD = {"rollout": ["optim"], "train": [], "cpu": ["device"],   # flags that a mode has no use for: an error there
+          "memory": ["rows", "new", "num_generations", "repeats", "optim"],
+          "sandbox": ["shape", "rows", "prompt", "new", "num_generations", "optim", "device", "precision"]}
 
 
 def shape(kind, vocab, hidden, layers, heads, kv_heads, ffn):
@@ -78,6 +81,11 @@ def get_args(argv=None):
     for rival in args.against or []:
         if rival not in MODES[args.mode]:
             p.error(f"--against {rival} is not measured by {args.mode}, which knows {MODES[args.mode] or 'none'}")
+    for flag in UNREAD[args.mode]:
+        if getattr(args, flag) != p.get_default(flag):
+            p.error(f"--{flag.replace('_', '-')} is not read by {args.mode}; leave it out")
+    if args.mode == "train" and len(args.rows or []) > 1:
+        p.error(f"--rows {' '.join(map(str, args.rows))}: train takes one number, the answers of a step")
     small = args.mode == "cpu"
     defaults = {"against": MODES[args.mode], "shape": "4.7m" if small else "135m", "rows": [64],
                 "prompt": 32 if small else 128, "new": 64 if small else 256}
@@ -88,6 +96,17 @@ def get_args(argv=None):
         if rows % args.num_generations:
             p.error(f"--rows {rows} must be a multiple of --num-generations {args.num_generations}")
     return args
+
+
+def check_shape(args):
+    """Refuses a shape that is none, and rows that do not fit its context, before minutes are spent on them."""
+    if args.shape not in SHAPES and not Path(args.shape).is_dir():
+        raise UserError(f"--shape {args.shape}: neither one of {', '.join(SHAPES)} nor a folder")
+    raw = SHAPES.get(args.shape) or read_json(find_folder(args.shape) / "config.json")
+    most, need = Config.from_dict(raw, args.shape).max_position_embeddings, args.prompt + args.new
+    if args.mode != "memory" and need > most:   # memory has lengths of its own
+        raise UserError(f"--prompt {args.prompt} and --new {args.new} are {need} tokens, and the context of --shape "
+                        f"{args.shape} is {most}: lower --new to {most - args.prompt} or less")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -755,8 +774,8 @@ if __name__ == "__main__":
     common.fail_in_one_line()
     args = get_args()
     common.check_writable(args.labbook)
-    if args.shape not in SHAPES and not Path(args.shape).is_dir():
-        raise UserError(f"--shape {args.shape}: neither one of {', '.join(SHAPES)} nor a folder")
+    if args.mode != "sandbox":
+        check_shape(args)
     began = time.perf_counter()
     device = common.pick_device("cpu" if args.mode == "cpu" else args.device)
     m = Machine(device, common.pick_precision(args.precision, device), IMPORTS_S + time.perf_counter() - began)

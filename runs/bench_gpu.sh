@@ -15,7 +15,11 @@ against() {   # the rivals of AGAINST that this bench knows
     for rival in $AGAINST; do case "$known" in *" $rival "*) found="$found $rival" ;; esac; done
     echo "--against$found"
 }
-bench() { echo; echo "== bench.py $*"; python bench.py "$@" --repeats "$REPEATS" --labbook "$LABBOOK" || failed=1; }
+bench() {
+    local rounds="--repeats $REPEATS"
+    [ "$1" != memory ] || rounds=   # a peak is no median
+    echo; echo "== bench.py $*"; python bench.py "$@" $rounds --labbook "$LABBOOK" || failed=1
+}
 part() { [ "$PART" = all ] || [ "$PART" = "$1" ]; }
 
 case "$PART" in all | rollout-135m | rollout-1.5b | train) ;; *) echo "no part $PART"; exit 2 ;; esac

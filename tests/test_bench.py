@@ -166,11 +166,29 @@ def test_our_own_failure_is_not_hidden(race):
 @pytest.mark.parametrize("words, said", [
     (["train", "--against", "vllm"], "--against vllm is not measured by train, which knows ['trl']"),
     (["rollout", "--rows", "60"], "--rows 60 must be a multiple of --num-generations 8"),
+    (["train", "--rows", "64", "128"], "--rows 64 128: train takes one number"),
+    (["rollout", "--optim", "adamw-sr"], "--optim is not read by rollout"),
+    (["cpu", "--device", "cuda"], "--device is not read by cpu"),
+    (["memory", "--rows", "8"], "--rows is not read by memory"),
+    (["sandbox", "--shape", "135m"], "--shape is not read by sandbox"),
     (["speed"], "invalid choice: 'speed'")])
 def test_wrong_words_are_one_line(words, said, capsys):
     with pytest.raises(SystemExit) as e:
         bench.get_args(words)
     assert e.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--shape", "9b"], "--shape 9b: neither one of 4.7m"),
+    (["--shape", "{empty}"], "no config.json"),
+    (["--prompt", "4000"], "--prompt 4000 and --new 256 are 4256 tokens, and the context of --shape 135m is 4096: "
+                           "lower --new to 96 or less")])
+def test_a_shape_that_cannot_be_is_said_before_anything_is_measured(words, said, tmp_path, monkeypatch):
+    words = [w.format(empty=tmp_path) for w in words]
+    monkeypatch.setattr(bench.common, "pick_device", None)   # what is measured starts here
+    with pytest.raises(common.UserError) as e:
+        run_here("bench.py", ["rollout", *words, "--labbook", tmp_path / "book.md"], monkeypatch)
+    assert said in str(e.value) and not (tmp_path / "book.md").exists()
 
 
 def test_the_command_writes_one_record_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
