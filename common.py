@@ -57,8 +57,11 @@ def disk_is_full(error):
     return False
 
 
-def fail_in_one_line(run=None):
-    """Every exception that reaches the top ends in one line and an exit code; a run's record is written first."""
+def fail_in_one_line(run=None, args=None):
+    """
+    Every exception that reaches the top ends in one line and an exit code; a run's record is written first. args: the
+    flags of a script without a run, for the advice where memory is short.
+    """
     sys.stdout = sys.stdout or open(os.devnull, "w")   # None where the caller closed it
     def hook(kind, error, trace):
         if issubclass(kind, UserError):
@@ -68,7 +71,7 @@ def fail_in_one_line(run=None):
         elif disk_is_full(error):
             text, code = "the disk is full (no space left on device); what was written before is whole", 1
         elif out_of_memory(error):
-            text, code = memory_advice(error, trace, run), 1
+            text, code = memory_advice(error, trace, run, args), 1
         elif issubclass(kind, (RunError, OSError)):
             text, code = " ".join(str(error).split()), 1
         elif run is None:
@@ -203,7 +206,8 @@ def parse_args(parser, argv=None, presets=None):
     early, _ = first.parse_known_args(argv)
     if presets is not None and early.preset == "help":
         for name, values in presets.items():
-            print(name, " ".join(f"--{k.replace('_', '-')} {v}" for k, v in values.items()))
+            flags = {f"--{'no-' * (v is False)}{k.replace('_', '-')}": v for k, v in values.items()}
+            print(name, " ".join(k if isinstance(v, bool) else f"{k} {v}" for k, v in flags.items()))   # as typed
         sys.exit(0)
     if presets and early.preset in presets:
         parser.set_defaults(**presets[early.preset])
@@ -331,7 +335,7 @@ def make_optimizer(model, lr, weight_decay=0.0, optim="adamw", seed=0):
             import bitsandbytes
         except ImportError as e:
             raise UserError("--optim adamw8bit: the package bitsandbytes is not installed (pip install bitsandbytes); "
-                            "--optim adamw-sr needs no package and little more memory") from e
+                            "--optim adamw-sr needs no package, and 8 bytes a weight in place of 10") from e
         return bitsandbytes.optim.AdamW8bit(trained, **more)
     return torch.optim.AdamW(trained, fused=model.device.type == "cuda", **more)
 
@@ -447,7 +451,8 @@ def check_room(run, model, row_tokens, rows_a_step, slots=0):
         run.remark = (f"layers are recomputed in the backward pass: {tokens} tokens keep "
                       f"{tokens * a_token / GIB:.1f} GiB in place of {tokens * c.num_hidden_layers * layer / GIB:.1f}")
         print(run.remark)
-    run.room = {"fixed": fixed, "a_token": a_token}
+    run.room = {"fixed": fixed, "a_token": a_token, "a_slot": cache / slots if slots else 0, "slots": slots,
+                "free": free}
     if free is not None and fixed + tokens * a_token > free:
         fits = int((free - fixed) / a_token)
         mend = (f"--micro-batch-tokens {micro} is too much, {fits} would fit" if fits >= row_tokens else
@@ -467,26 +472,31 @@ def out_of_memory(error):
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
-def memory_advice(error, trace, run):
-    """One line for a memory error: asked, in use, total, the flag to lower and a value that would fit."""
+def memory_advice(error, trace, run, args=None):
+    """
+    One line for a memory error: asked, in use, total, the flag to lower and a value that would fit, by check_room's
+    prediction and a tenth less than was free then, since the allocator cannot fill every gap.
+    """
     asked = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
+    device = getattr(run, "device", None) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    (free, total), args, room = memory_free(device), getattr(run, "args", args), getattr(run, "room", None)
     text = f"out of memory: asked for {asked[1] if asked else 'more'}"
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        text += f", {(total - free) / GIB:.1f} GiB in use of {total / GIB:.1f}"
-    else:
-        free, total = memory_free(torch.device("cpu"))
-        text += "" if free is None else f", {(total - free) / GIB:.1f} GiB in use of {total / GIB:.1f}"
-    args = getattr(run, "args", None)
+    text += "" if free is None else f", {(total - free) / GIB:.1f} GiB in use of {total / GIB:.1f}"
     sampling = any("engine" in Path(f.filename).name for f in traceback.extract_tb(trace))
-    if sampling and hasattr(args, "slots"):
-        return f"{text}; lower --slots {args.slots} ({max(1, args.slots // 2)} halves the cache)"
-    if hasattr(args, "micro_batch_tokens"):
-        half = args.micro_batch_tokens // 2
-        room = getattr(run, "room", None)
-        fits = int((0.9 * total - room["fixed"] * 4 / 3) / room["a_token"]) if room and total else half
-        return f"{text}; lower --micro-batch-tokens {args.micro_batch_tokens} ({max(1, min(half, fits))} would fit)"
-    return text
+    flag = next((f for f in (["slots"] if sampling else []) + ["micro_batch_tokens"] if hasattr(args, f)), None)
+    if flag is None:
+        return text
+    asked_for = getattr(args, flag)
+    text += f"; lower --{flag.replace('_', '-')} {asked_for}"
+    if room is None or room["free"] is None or flag == "slots" and not room["slots"]:
+        return f"{text} ({max(1, asked_for // 2)} halves what it takes)"
+    left = 0.9 * room["free"] - room["fixed"]
+    if flag == "slots":   # the cache is part of what is fixed; while it is filled, no layer keeps anything
+        fits = int(left / room["a_slot"] + room["slots"])
+    else:
+        fits = int(left / room["a_token"])
+    fits = min(asked_for // 2, fits)   # the prediction was too low once
+    return f"{text} ({fits} would fit)" if fits > 0 else f"{text}, or take a smaller model: not even 1 is sure to fit"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -242,6 +242,7 @@ def get_args(argv=None):
 if __name__ == "__main__":
     common.fail_in_one_line()
     args = get_args()
+    common.fail_in_one_line(args=args)   # now with the flags that an error's advice names
     start = time.time()
     if args.labbook:
         common.check_writable(args.labbook)

@@ -535,6 +535,15 @@ def test_presets_set_defaults_and_what_is_typed_wins():
     assert grpo.get_args(["--preset", "qwen-1.5b", "--lr", "1e-5"]).lr == 1e-5
 
 
+def test_preset_help_prints_each_preset_as_it_would_be_typed(capsys):
+    with pytest.raises(SystemExit) as e:
+        grpo.get_args(["--preset", "help"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert e.value.code == 0 and [words[0] for words in lines] == list(grpo.PRESETS)
+    for name, *words in lines:
+        assert {**vars(grpo.get_args(words)), "preset": name} == vars(grpo.get_args(["--preset", name]))
+
+
 def test_kl_acts_on_groups_without_spread_by_choice(with_kl, plain, guesser, tasks, tmp_path):
     """Everywhere: all sampled tokens are trained. Not everywhere, or no KL: those of groups with spread alone."""
     def trained(folder):

@@ -1,21 +1,25 @@
 """
 The optimizers of --optim (X33, X41), the check that the sampler has the current weights (D3), and the choice of
-recomputing layers by the memory at hand.
+recomputing layers by the memory at hand; the prediction of memory, and what is said where it runs out (A12, D7).
 """
 import copy
 import io
+import re
 import runpy
 import signal
 import sys
 import types
 
 import helpers
+import launch
 import pytest
 import torch
 
 import common
+from bench import SHAPES
 from common import RunError, UserError
 from engine import Engine
+from model import Config, Transformer
 from train_grpo import Places, grpo_loss
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -83,8 +87,11 @@ def test_8_bit_adamw_applies_the_update_of_fp32(reference):
 
 def test_a_missing_package_is_one_line_that_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UserError, match="adamw8bit: the package bitsandbytes is not installed"):
+    with pytest.raises(UserError, match="adamw8bit: the package bitsandbytes is not installed") as e:
         common.make_optimizer(Weights(FP32, 8), 1e-6, optim="adamw8bit")
+    for optim in ("adamw-sr", "adamw8bit"):   # the two figures of the advice: weight, gradient and moments
+        size = common.OPTIMS[optim][1] + torch.empty(0, dtype=common.weight_dtype(optim)).element_size()
+        assert re.search(rf"\b{size}( bytes a weight|$)", str(e.value))
 
 
 def test_large_steps_and_decay_are_those_of_adamw():
@@ -254,7 +261,97 @@ def test_layers_are_recomputed_where_memory_is_short_and_the_record_says_so(monk
         room(monkeypatch, tmp_path, whole // 8)
 
 
+class Kernels:
+    """In place of fused.py, where only the prediction asks for it."""
+
+
+#            layout          optim       micro   slots  free, GiB  peak on an H200, GiB
+MEASURED = [("for speed",    "adamw",    31428,  64,    1000,      97.69),
+            ("bf16 weights", "adamw-sr", 16384,  64,    1000,      48.66),
+            ("for memory",   "adamw-sr", 4096,   32,    15,        14.58)]
+
+
+@pytest.mark.parametrize("name, optim, micro, slots, free, peak", MEASURED)
+def test_the_prediction_is_near_what_a_gpu_took(name, optim, micro, slots, free, peak, monkeypatch, tmp_path, capsys):
+    """Full-parameter GRPO of the 1.5B shape, 8 x 8 rows of 128 + 1,024 tokens: labbook bench-memory-261129-200045."""
+    with torch.device("meta"):
+        model = Transformer(Config.from_dict(SHAPES["1.5b"])).to(common.weight_dtype(optim))
+    model.compute_dtype = BF16
+    monkeypatch.setattr(Transformer, "kernels", lambda self: Kernels)
+    monkeypatch.setattr(common, "chunk_rows", lambda vocab, device: 2 ** 26 // vocab)   # of a GPU
+    monkeypatch.setattr(common, "memory_free", lambda device: (free * common.GIB, free * common.GIB))
+    args = types.SimpleNamespace(micro_batch_tokens=micro, keep=0, max_steps=0, optim=optim)
+    run = types.SimpleNamespace(args=args, folder=tmp_path, remark="")
+    monkeypatch.setattr(common.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=2 ** 50))
+    common.check_room(run, model, 1152, 64, slots)
+    assert model.checkpointing == (name == "for memory")
+    weights = model.num_params() * next(model.parameters()).element_size()
+    tokens = micro // 1152 * 1152   # whole rows
+    assert (weights + run.room["fixed"] + tokens * run.room["a_token"]) / common.GIB == pytest.approx(peak, rel=0.05)
+
+
 def test_the_room_counts_what_the_optimizer_keeps(monkeypatch, tmp_path):
     fixed = {optim: room(monkeypatch, tmp_path, 2 ** 40, optim)[1].room["fixed"] for optim in common.OPTIMS}
     params = helpers.tiny_model(hidden_size=128, intermediate_size=512, num_hidden_layers=8, head_dim=32).num_params()
     assert fixed["adamw"] - fixed["adamw-sr"] == 6 * params
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Row A12: memory that runs out all the same is one line
+
+def advice(monkeypatch, error, file="train_grpo.py", run=None, args=None):
+    """memory_advice for an error that was raised in `file`, on a device of 20 GiB with 1 GiB free."""
+    monkeypatch.setattr(common, "memory_free", lambda device: (1 * common.GIB, 20 * common.GIB))
+    try:
+        exec(compile("raise error", file, "exec"), {"error": error.with_traceback(None)})
+    except (RuntimeError, MemoryError) as e:
+        assert common.out_of_memory(e)
+        return common.memory_advice(e, e.__traceback__, run, args)
+
+
+CUDA_OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 is full.")
+CPU_OOM = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096000 bytes.")
+
+
+def test_an_error_of_memory_names_the_flag_and_a_value_that_would_fit(monkeypatch):
+    args = types.SimpleNamespace(micro_batch_tokens=16384, slots=64)
+    # of 20 GiB that were free 18 may be filled; 8 are fixed, 4 of them the cache of 64 slots; a token takes 2 MiB
+    gib = common.GIB
+    room = {"fixed": 8 * gib, "a_token": 2 ** 21, "a_slot": gib / 16, "slots": 64, "free": 20 * gib}
+    run = types.SimpleNamespace(args=args, room=room)
+    said = "out of memory: asked for 2.50 GiB, 19.0 GiB in use of 20.0; lower --"
+    assert advice(monkeypatch, CUDA_OOM, run=run) == f"{said}micro-batch-tokens 16384 (5120 would fit)"
+    # 14 GiB would hold the cache of 224 slots, but 64 did not fit: half of them
+    assert advice(monkeypatch, CUDA_OOM, "engine.py", run) == f"{said}slots 64 (32 would fit)"
+    room["a_slot"], room["fixed"] = gib, 74 * gib   # 10 are fixed beside the cache: 8 slots
+    assert advice(monkeypatch, CUDA_OOM, "engine.py", run) == f"{said}slots 64 (8 would fit)"
+    assert advice(monkeypatch, CUDA_OOM, run=run).endswith("or take a smaller model: not even 1 is sure to fit")
+
+
+def test_an_error_of_memory_without_a_prediction(monkeypatch):
+    assert advice(monkeypatch, CPU_OOM) == "out of memory: asked for 4096000 bytes, 19.0 GiB in use of 20.0"
+    assert advice(monkeypatch, MemoryError(), "engine.py", args=types.SimpleNamespace(slots=64)).endswith(
+        "asked for more, 19.0 GiB in use of 20.0; lower --slots 64 (32 halves what it takes)")
+
+
+@pytest.mark.parametrize("script", ["train_grpo.py", "eval_passk.py"])
+def test_a_run_that_meets_it_ends_in_one_line_and_a_record(script, guesser, tasks, tmp_path):
+    """The engine is told to fail as CUDA does; the rest is a command like any other."""
+    (tmp_path / "sitecustomize.py").write_text("")
+    fails = tmp_path / script
+    fails.write_text(f"""import runpy, sys
+sys.path.insert(0, {str(helpers.ROOT)!r})
+import engine, torch
+def decode(self, *more):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+engine.Engine.decode = decode
+runpy.run_path({str(helpers.ROOT / script)!r}, run_name="__main__")
+""")
+    more = ["--lr", "1e-3", "--output-dir", tmp_path / "run", "--max-steps", 1, "--eval-n", 0]
+    got = launch.run(fails, "--model", guesser, "--tasks-dir", tasks, "--max-new", 8, "--labbook", tmp_path / "lb.md",
+                     *(more if script == "train_grpo.py" else ["--n", 2]))
+    assert got.returncode == 1 and len(got.stderr.splitlines()) == 1, got.stderr
+    assert "out of memory: asked for 2.50 GiB" in got.stderr and "--slots 64 (32 " in got.stderr
+    if script == "train_grpo.py":
+        last = common.read_labbook(tmp_path / "lb.md")[0][-1]
+        assert (last["kind"], last["status"]) == ("run", "failed") and "out of memory" in last["notes"]
