@@ -604,6 +604,10 @@ class Engine:
         fresh = np.ones(self.kv.shape[2], dtype=bool)  # slots whose state the host knows and the device does not
         flying = deque()                               # chunks that were started and not read
         promised = np.zeros(b, dtype=np.int64)         # tokens of each row in them
+        # The host is late: while it reads a chunk of steps the device runs the next one (`ahead`; on CPU none). So the
+        # device's state leads and the host's is sent for fresh slots only; `length + promised` is where a row may be by
+        # now, `room` what it may still start; and when a look ends a row or injects text, its tokens in the chunks that
+        # are still flying are dropped. The tokens are those of a host that never is late.
         waiting, stats = 0, {"prefill_s": 0.0, "decode_s": 0.0, "steps": 0, "slot_steps": 0}
         while True:
             # admit: rows in order, into the lowest free slots

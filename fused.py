@@ -10,6 +10,14 @@ the device. Sums over tokens (norm weights, biases) are made of partial sums in 
 A small model's step is bound by launches: of a layer's forward pass nine in the engine (qkv product, rotation and cache
 write, attention, output product, residual and norm, gate/up product, SwiGLU, down product, residual and norm) and ten
 in the trainer. The plain path of model.py and engine.py is what all of it is tested against.
+
+How to read a kernel. It is the work of one program; `kernel[grid](...)` starts a grid of them, and tl.program_id says
+which one this is. A tensor comes as the address of its first number, rows one after the other, so `h + row * C + col`
+are the addresses of a row. A program works on blocks whose sizes are powers of two and known when it is compiled
+(tl.constexpr); a mask keeps it off what lies beyond the real size. Flags in capitals choose at compile time what is
+done. R rows, T tokens, C hidden size, D head size, F width of the SwiGLU, V vocabulary, Hq and Hkv query and key/value
+heads. Nothing is checked here: Transformer.kernels and Engine.load decide where these kernels serve, and what CUDA
+refuses is its RuntimeError.
 """
 import torch
 import triton
@@ -36,6 +44,8 @@ def narrow(x, kind: tl.constexpr):
 # Residual and norm
 
 
+# A program a row. h, y, h_out (R, C) fp32, weight (C,); out (R, C): h / rms(h) * weight; inverse (R,): 1 / rms, which
+# the backward pass wants. ADD: y is added first and the sum written to h_out; KEEP: inverse is written.
 @triton.jit
 def add_norm_kernel(h, y, weight, h_out, out, inverse, eps, C: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
                     KEEP: tl.constexpr):
@@ -53,6 +63,10 @@ def add_norm_kernel(h, y, weight, h_out, out, inverse, eps, C: tl.constexpr, BLO
     tl.store(out + row * C + col, narrow(x * scale * w, out.dtype.element_ty), mask=inside)
 
 
+# A program takes `each` rows one by one and leaves its own sum over them in dweight (parts, C): programs that add to
+# one place would do so in any order. With x = h / rms and g = dx weight, row by row: dh = (g - x mean(g x)) / rms; and
+# dweight = sum of dx x. MORE: h also went on without the norm, as the residual stream, and brings the gradient dh_in of
+# its own.
 @triton.jit(do_not_specialize=["rows", "each"])
 def add_norm_backward_kernel(h, inverse, weight, dx, dh_in, dh, dweight, rows, each, C: tl.constexpr,
                              BLOCK: tl.constexpr, MORE: tl.constexpr):
@@ -91,6 +105,8 @@ def add_norm_in_place(h, y, weight, eps, dtype):
 
 
 class AddNorm(torch.autograd.Function):
+    """Keeps the sum and 1 / rms. dh_in is None where h goes nowhere else, as behind the last layer."""
+
     @staticmethod
     def forward(ctx, h, y, weight, eps, dtype):
         ctx.set_materialize_grads(False)
@@ -122,6 +138,10 @@ def add_norm(h, y, weight, eps, dtype=BF16):
 # Bias, head norms and rotation: from the sum of the qkv product to q, k, v in fp16
 
 
+# Grid (tiles of BR rows, Hq + 2 Hkv heads): a program has one head of BR tokens. qkv (R, (Hq + 2 Hkv) D) fp32; a query
+# is written to q (R, Hq, D); a key or value to k, v (R, Hkv, D) or, with CACHE, to the rows that `places` (R, Hkv)
+# names of the cache. KEEP with NORM: `before` (R, Hq + Hkv, D) keeps what the head norms read. cos, sin (T, D / 2):
+# without CACHE those of each row, with it looked up at `pos` (R,). Rotated pairs are i and i + D / 2.
 @triton.jit(do_not_specialize=["rows"])
 def rotate_kernel(qkv, bias, q, k, v, before, pos, places, cos, sin, q_weight, k_weight, eps, rows, HQ: tl.constexpr,
                   HKV: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BIAS: tl.constexpr,
@@ -173,6 +193,7 @@ def grad_scale(amax):
     return ((256 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
+# x (n,) times grad_scale, as fp16. The factor stays on the device: the host never waits for it.
 @triton.jit
 def scale_kernel(x, amax, out, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -180,6 +201,9 @@ def scale_kernel(x, amax, out, n, BLOCK: tl.constexpr):
              mask=at < n)
 
 
+# The way back: dq (R, Hq, D), dk, dv (R, Hkv, D) fp16, scaled -> dqkv (R, (Hq + 2 Hkv) D) bf16, unscaled. A rotation's
+# gradient is the turn back by the same angle; a head norm's is that of add_norm. Grid (parts, heads); a program takes
+# `each` tiles of BR rows and leaves its sums for biases and norm weights in dbias, dweight (parts, Hq + 2 Hkv, D).
 @triton.jit(do_not_specialize=["rows", "each"])
 def rotate_backward_kernel(dq, dk, dv, amax, before, cos, sin, q_weight, k_weight, dqkv, dbias, dweight, eps, rows,
                            each, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BR: tl.constexpr,
@@ -238,9 +262,10 @@ def rotate_store(qkv, bias, keys, values, pos, places, cos, sin, norms, eps, hq,
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# SwiGLU
+# SwiGLU (arXiv 2002.05202)
 
 
+# Grid (R, blocks of F). gate_up (R, 2 F) fp32; KEEP: `kept` gets it rounded, all that the backward pass needs
 @triton.jit
 def swiglu_kernel(gate_up, out, kept, F: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -254,6 +279,7 @@ def swiglu_kernel(gate_up, out, kept, F: tl.constexpr, BLOCK: tl.constexpr, KEEP
     tl.store(out + row * F + col, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
 
 
+# With s = sigmoid(gate): d silu(gate) / d gate = s (1 + gate (1 - s)), and d / d up = silu(gate) = gate s
 @triton.jit
 def swiglu_backward_kernel(gate_up, dout, out, F: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -331,6 +357,12 @@ def flash_backward(dout, q, k, v, out, more, cu, longest):
 
 
 class Attention(torch.autograd.Function):
+    """
+    From the normalised x to what is added to h: qkv product, rotation, attention, output product. Weights come one by
+    one, so that each gets its own gradient; None for those that the model does not have. The gradient goes back through
+    bf16 products, but through attention in fp16, scaled by grad_scale and unscaled where q, k and v are turned back.
+    """
+
     @staticmethod
     def forward(ctx, x, cos, sin, cu, longest, c, wq, wk, wv, wo, bq, bk, bv, bo, q_norm, k_norm):
         rows, hq, hkv, d = x.shape[0], c.num_attention_heads, c.num_key_value_heads, c.head_dim
@@ -396,6 +428,8 @@ def attention(x, a, cos, sin, cu, longest):
 
 
 class MLP(torch.autograd.Function):
+    """Gate and up as one product, SwiGLU, down. keep: whether a backward pass will come (autograd hides it in here)."""
+
     @staticmethod
     def forward(ctx, x, keep, w_gate, w_up, w_down):
         w1, w2 = stack([w_gate, w_up]), stack([w_down])
@@ -424,6 +458,9 @@ def mlp(x, m):
 # The head's loss: the logits are read once for log-prob and entropy, and once for their gradient
 
 
+# A program a row of logits (R, V) fp32, BLOCK columns at a time. The softmax of one walk (arXiv 1805.02867, algorithm
+# 3): `total` sums exp(z - top) for the largest z so far, and when a larger one comes, what was summed fades by exp(old
+# - new). dot sums z exp(z - top) in the same way: entropy = log sum exp(z) - mean of z under the softmax.
 @triton.jit
 def head_stats_kernel(logits, targets, logp, entropy, lse, V, temperature, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -447,6 +484,7 @@ def head_stats_kernel(logits, targets, logp, entropy, lse, V, temperature, BLOCK
     tl.store(lse + row, sums)
 
 
+# Grid (R, blocks of V). g (R,): the gradient of each log-prob; lse (R,): log-sum-exp of the row, from head_stats
 @triton.jit
 def head_grad_kernel(logits, lse, targets, g, dlogits, V, temperature, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -480,6 +518,9 @@ def head_grad(logits, lse, targets, g, temperature):
 # Decode attention: one program reads the used part of one slot's key/value head, for all query heads of its group
 
 
+# Grid (R, Hkv). The softmax of one walk again, over BN keys at a time, with the weighted values in `acc`
+# (FlashAttention, arXiv 2205.14135, algorithm 1). keys, values (S, Hkv, length, D); q, out (R, Hkv, G, D): G query
+# heads share a key head, and so its keys are read once for all of them.
 @triton.jit
 def attend_kernel(q, keys, values, pos, out, length, scale, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
                   BG: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
@@ -539,6 +580,8 @@ def mix(x):
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
+# Grid (R, NB blocks of V) -> (R, NB) each: a block's largest logit, its sum of exp(z - largest), the place of the
+# largest, and the sum of (z - largest) exp(z - largest), for the entropy
 @triton.jit
 def block_sums_kernel(logits, top, total, best, dot, V, temperature, NB: tl.constexpr, BLOCK: tl.constexpr):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -553,6 +596,8 @@ def block_sums_kernel(logits, top, total, best, dot, V, temperature, NB: tl.cons
     tl.store(dot + row * NB + block, tl.sum(tl.where(e > 0, e * (z - shift), 0.0), 0))
 
 
+# A program a row: the block in which the CDF passes the row's uniform number, then the token inside it. A captured
+# graph is replayed with the arguments it was captured with, so what changes from step to step lies in state and counter
 @triton.jit
 def pick_kernel(logits, top, total, best, dot, state, counter, out_token, out_logp, out_entropy, V, slots, last,
                 temperature, NB: tl.constexpr, NBP: tl.constexpr, BLOCK: tl.constexpr, GREEDY: tl.constexpr):
