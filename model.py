@@ -78,8 +78,8 @@ class Config:
             raise UserError(f"{where}: architecture {archs[0]} is not supported; expected one of "
                             f"{', '.join(ARCHITECTURES)}")
         kind = ARCHITECTURES[archs[0]]
-        # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        # transformers 5 writes rope_parameters; older files have rope_theta and rope_scaling, which wins over it there
+        rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         refused = {
             "rope scaling": rope.get("rope_type", rope.get("type", "default")) != "default"
             or any(isinstance(v, dict) for v in rope.values()),   # one set of angles a layer type

@@ -435,6 +435,8 @@ REFUSED = [
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling"),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling"),
     ("qwen2", {"rope_parameters": YARN}, "rope scaling"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+               "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling"),
     ("qwen3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN}}, "rope"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial rotary"),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
