@@ -455,9 +455,13 @@ def check_room(run, model, row_tokens, rows_a_step, slots=0):
                 "free": free}
     if free is not None and fixed + tokens * a_token > free:
         fits = int((free - fixed) / a_token)
-        mend = (f"--micro-batch-tokens {micro} is too much, {fits} would fit" if fits >= row_tokens else
-                f"even one row of {row_tokens} tokens a backward pass does not fit: take a smaller model, a smaller "
-                f"--max-new, or fewer --slots")
+        slots_fit = int((free - fixed + cache - row_tokens * a_token) / cache * slots) if cache else 0
+        if fits >= row_tokens:
+            mend = f"--micro-batch-tokens {micro} is too much, {fits} would fit"
+        elif slots_fit > 0:   # beside the least that a backward pass can be
+            mend = f"--slots {slots} is too much, {slots_fit} would fit with --micro-batch-tokens {row_tokens}"
+        else:
+            mend = f"even one row of {row_tokens} tokens does not fit: take a smaller model or shorter rows (--max-new)"
         raise UserError(f"memory: the run needs about {(fixed + tokens * a_token) / GIB:.1f} GiB more on "
                         f"{model.device}; {free / GIB:.1f} of {total / GIB:.1f} GiB are free; {mend}")
     folder = next(p for p in [run.folder, *run.folder.resolve().parents] if p.exists())

@@ -242,12 +242,12 @@ def test_the_bytes_of_a_layer_are_those_that_autograd_keeps(compute):
     assert (kept[1] - kept[0]) / (2 * 256) == pytest.approx(common.layer_bytes(models[0]), rel=0.05)
 
 
-def room(monkeypatch, tmp_path, free, optim="adamw", **sizes):
+def room(monkeypatch, tmp_path, free, optim="adamw", slots=0, micro=16384, **sizes):
     model = helpers.tiny_model(hidden_size=128, intermediate_size=512, num_hidden_layers=8, head_dim=32, **sizes)
-    args = types.SimpleNamespace(micro_batch_tokens=16384, keep=1, max_steps=1, optim=optim)
+    args = types.SimpleNamespace(micro_batch_tokens=micro, keep=1, max_steps=1, optim=optim)
     run = types.SimpleNamespace(args=args, folder=tmp_path, remark="")
     monkeypatch.setattr(common, "memory_free", lambda device: (free, free))
-    common.check_room(run, model, row_tokens=256, rows_a_step=64)
+    common.check_room(run, model, row_tokens=256, rows_a_step=64, slots=slots)
     return model, run
 
 
@@ -259,6 +259,17 @@ def test_layers_are_recomputed_where_memory_is_short_and_the_record_says_so(monk
     assert model.checkpointing and "recomputed" in run.remark and run.remark in capsys.readouterr().out
     with pytest.raises(UserError, match="--micro-batch-tokens 16384 is too much, [0-9]+ would fit"):
         room(monkeypatch, tmp_path, whole // 8)
+
+
+def test_a_cache_that_is_too_large_is_named_with_a_number_of_slots_that_fits(monkeypatch, tmp_path):
+    free = 2 ** 29   # a slot of 256 tokens takes 1 MiB, and 4,096 were asked for
+    with pytest.raises(UserError, match="--slots 4096 is too much, .* would fit with --micro-batch-tokens 256$") as e:
+        room(monkeypatch, tmp_path, free, slots=4096)
+    fits = int(re.search("([0-9]+) would fit", str(e.value))[1])
+    assert 400 < fits < 512
+    room(monkeypatch, tmp_path, free, slots=fits, micro=256)
+    with pytest.raises(UserError, match="even one row of 256 tokens does not fit: take a smaller model"):
+        room(monkeypatch, tmp_path, 2 ** 24, slots=4096)
 
 
 class Kernels:
