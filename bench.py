@@ -8,10 +8,11 @@ Speed and memory, each beside what a user would pick instead: the same work, in 
     python bench.py sandbox    programs a second        against a fresh interpreter a program, and bubblewrap
 
 Figures are medians over --repeats rounds, after a warm-up; in every round each contestant runs once, so that a slow
-moment of the machine hits all of them. A share says what part of the physical limit was reached, from the bandwidth and
-the matrix rate that this run measured. Weights are random unless --shape is a folder, lengths are forced, rewards are
-made up (0 and 1 in turn), so that every step has a gradient. An alternative that is not installed, or fails, has a line
-that says so. Everything goes into one labbook record of kind `bench`.
+moment of the machine hits all of them (memory takes one round: a peak is no median). A share says what part of the
+physical limit was reached, from the bandwidth and the matrix rate that this run measured. Weights are random unless
+--shape is a folder, lengths are forced, rewards are made up (0 and 1 in turn), so that every step has a gradient. An
+alternative that is not installed, or fails, has a line that says so. Everything goes into one labbook record of kind
+`bench`.
 """
 # ruff: noqa: E402
 import time

@@ -9,7 +9,8 @@ Every module is named as in the Hugging Face checkpoint, so that loading and sav
 pass takes packed sequences (one after the other, no padding) and returns hidden states; the head is applied by
 common.py, in chunks. The residual stream is fp32 and every product runs in `compute_dtype`: with bf16 that is what
 autocast does, written out, and engine.py repeats the same steps, so that sampler and trainer see the same numbers.
-On CUDA in bf16 both run through the kernels of fused.py, which round less often and leave the network as it is here.
+On CUDA in bf16 both run through the kernels of fused.py, which round less often and leave the network as it is here;
+with an adapter the sampler alone does, since it has the adapter merged.
 
 An adapter (LoRA, arXiv 2106.09685) is two small matrices beside a frozen one, y = W x + alpha / r B A x; adapters are
 read and written as the package peft does.
