@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One step of every arm at the size and with the settings of --preset qwen-1.5b, on random weights of that shape (about
-# 40 GB of GPU memory; the answers are noise, so rewards are 0 and only opd and random_reward have a gradient).
+# One step of every arm at the size and with the settings of --preset qwen-1.5b, on random weights of that shape, on one
+# large GPU. The answers are noise, so rewards are 0 and only opd and random_reward have a gradient.
 #   bash runs/preset_qwen_1_5b.sh            OUT: a folder with 25 GB free; LABBOOK, DEVICE as elsewhere
 # Needs data/gsm8k and data/math500 (their prepare.py).
 set -euo pipefail
