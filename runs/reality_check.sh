@@ -20,8 +20,9 @@ TEACHER=${TEACHER:-$OUT/teacher/checkpoint} PORT=${PORT:-8008} ATTEMPTS=${ATTEMP
 export OUT LABBOOK GPUS OMP_NUM_THREADS=$THREADS
 mkdir -p "$OUT"
 
-# the same for every run: 240 problems, 60 + 60 held out, 32 answers an optimizer step (4 problems x 8)
-SAME="--model $MODEL --limit 60 --eval-n 32 --device $DEVICE"
+# the same for every run: 240 problems, 60 + 60 held out, 32 answers an optimizer step (4 problems x 8); xargs reads
+# these lines, and takes a quoted path with spaces as one word
+SAME="--model \"$MODEL\" --limit 60 --eval-n 32 --device $DEVICE"
 GRPO="train_grpo.py $SAME --arm grpo --max-steps $STEPS --prompts-per-step 4 --num-generations 8 --eval-every 1000000"
 
 once() {   # name, script, flags ...
@@ -62,26 +63,42 @@ grpo() {
 }
 
 teacher() {   # three times the size of data/tiny, on the text of right solutions that data/tiny began with
-    [ -e "$TEACHER/config.json" ] && return
-    [ -e data/tiny/work/pretrain.jsonl ] || python data/tiny/prepare.py
+    [ "$TEACHER" = "$OUT/teacher/checkpoint" ] || return 0   # one that was trained elsewhere
+    [ -e data/tiny/work/pretrain.jsonl ] || [ -e "$OUT/teacher/final.json" ] || python data/tiny/prepare.py
     once teacher pretrain.py --hidden 256 --layers 8 --heads 8 --kv-heads 2 --ffn 704 --batch-tokens 16384 \
         --max-steps 1200 --lr 2e-3 --device "$DEVICE"
 }
 
-distil() {   # the teacher's answers and the training on them may take what one seed took
+server=
+stop_server() { [ -z "$server" ] || kill "$server" 2> /dev/null || true; server=; }
+trap stop_server EXIT
+
+serve() {   # returns when the teacher answers: its start is not on the budget
+    python data/distil/serve.py --model "$TEACHER" --port "$PORT" --device "$DEVICE" > "$OUT/serve.log" 2>&1 &
+    server=$!
+    until (exec 3<> "/dev/tcp/127.0.0.1/$PORT") 2> /dev/null; do
+        kill -0 "$server" 2> /dev/null || { tail -n 1 "$OUT/serve.log" >&2; return 1; }
+        sleep 1
+    done
+}
+
+distil() {   # the teacher's answers may take 0.7 of what one seed took, which leaves time for the training on them
     local first=${VARIANTS%% *} budget seed=${SEEDS%% *}
+    if [ ! -e "$OUT/$first-s$seed/final.json" ]; then
+        echo "no time of $OUT/$first-s$seed yet: the stage grpo first" >&2; exit 2
+    fi
     budget=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["budget"]["wall_s"] * 0.7)' \
         "$OUT/$first-s$seed/final.json")
-    if [ ! -e "$OUT/distil/train.jsonl" ]; then
-        python data/distil/serve.py --model "$TEACHER" --port "$PORT" --device "$DEVICE" > "$OUT/serve.log" 2>&1 &
-        local server=$!
-        trap 'kill $server 2> /dev/null || true' RETURN EXIT
+    # an asking that was cut short has written its rows too, and goes on
+    if ! grep -qsE '"ended": "(all asked|budget)"' "$OUT/distil/prepared.json"; then
+        serve
         python data/distil/prepare.py --base-url "http://127.0.0.1:$PORT/v1" --teacher-model "$TEACHER" \
             --attempts "$ATTEMPTS" --budget-seconds "$budget" --max-tokens 256 --output-dir "$OUT/distil" \
             --labbook "$LABBOOK"
+        stop_server
     fi
     # SFT's learning rate by the validation loss, on seed 100, without an evaluation
-    local sft="train_sft.py $SAME --data $OUT/distil/train.jsonl --valid $OUT/distil/valid.jsonl --valid-every 5"
+    local sft="train_sft.py $SAME --data \"$OUT/distil/train.jsonl\" --valid \"$OUT/distil/valid.jsonl\" --valid-every 5"
     sft="$sft --epochs 3 --rows-per-step 8"
     for v in $VARIANTS; do
         for lr in $TUNE_SFT; do echo "tune-sft-$v-$lr ${sft/--eval-n 32/--eval-n 0} --seed 100 $(flags "$v" "$lr")"; done
@@ -95,9 +112,12 @@ distil() {   # the teacher's answers and the training on them may take what one 
     done | all
 }
 
-report() {
-    local runs=()
-    for f in "$OUT"/*/final.json; do case "$f" in */tune-* | */teacher/*) ;; *) runs+=("$(dirname "$f")") ;; esac; done
+report() {   # a run that failed or was killed has a config.json too, and stays a row
+    local runs=() f
+    for f in "$OUT"/*/config.json; do
+        case "$f" in "$OUT"/tune-* | "$OUT"/teacher/* | *"*"*) ;; *) runs+=("$(dirname "$f")") ;; esac
+    done
+    [ ${#runs[@]} -gt 0 ] || { echo "no run in $OUT yet" >&2; exit 2; }
     python report.py --labbook "$LABBOOK" --output-dir "$OUT/report" --runs "${runs[@]}"
 }
 

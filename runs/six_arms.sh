@@ -60,7 +60,7 @@ once() {   # name, script, flags ...
 export -f once
 
 for seed in "${@:-0 1 2}"; do for s in $seed; do
-    S="--seed $s ${SAME[*]}"
+    S="--seed $s$(printf ' "%s"' "${SAME[@]}")"   # quoted, for xargs: a path may hold spaces
     echo "grpo-s$s            train_grpo.py --arm grpo --lr $GRPO_LR $S"
     echo "penalty0.2-s$s      train_grpo.py --arm grpo_length_penalty --lam 0.2 --lr $GRPO_LR $S"
     echo "penalty0.5-s$s      train_grpo.py --arm grpo_length_penalty --lam 0.5 --lr $GRPO_LR $S"
