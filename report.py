@@ -39,7 +39,8 @@ from common import ROOT, UserError
 
 # what tells two runs apart without being a setting of the experiment
 BOOKKEEPING = {"seed", "output_dir", "labbook", "notes", "resume", "curves", "predict", "wandb", "price_per_hour",
-               "keep", "save_every", "preset", "arm", "eval_every", "eval_kl", "any_pool"}
+               "keep", "save_every", "preset", "arm", "eval_every", "eval_kl", "any_pool", "device", "precision",
+               "trained_parameters"}
 CONDITIONS = ("task", "split", "template_sha256", "n", "temperature", "limit", "extractor", "max_new", "seed")
 CONTROLS = ("random_reward", "permuted_reward", "format_only")
 TUNING = 100   # seeds from here on chose settings
@@ -74,6 +75,7 @@ class Run:
     seed: int
     model: dict
     data: list
+    device: str = ""                             # as it was found, whatever --device said
     record: dict = field(default_factory=dict)   # the `run` record; empty while there is none
     metrics: list = field(default_factory=list)
     evals: dict = field(default_factory=dict)    # split -> rows of eval.jsonl by step
@@ -81,6 +83,12 @@ class Run:
     @property
     def status(self):
         return self.record.get("status", "no end")
+
+    @property
+    def products(self):
+        """Their dtype: --precision auto is one on a GPU and another on a CPU, and then two settings."""
+        asked = self.args.get("precision") or "auto"
+        return asked if asked != "auto" else "fp32" if self.device.startswith(("cpu", "mps")) else "bf16"
 
     def base(self, split):
         rows = self.evals.get(split, [])
@@ -115,9 +123,9 @@ def load_run(folder, said):
     """A run folder -> Run, or None with the reason in `said`."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        args, arm = config["args"], config["arm"]
-        run = Run(folder.name, folder, dict(args), str(arm), "", int(args["seed"]), dict(config["model"] or {}),
-                  list(config["data"]))
+        args, arm = {**config["args"], **config.get("used", {})}, config["arm"]   # used: what a default came to
+        run = Run(folder.name, folder, args, str(arm), "", int(args["seed"]), dict(config["model"] or {}),
+                  list(config["data"]), str(config.get("device") or "cpu"))
     except FileNotFoundError:
         return said.append(f"{folder}: skipped, no config.json, so it is no run folder of these scripts")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
@@ -215,13 +223,24 @@ class Study:
 def settings(run):
     """Every setting by name that may tell two runs apart, the seed and bookkeeping aside."""
     own = {k: v for k, v in run.args.items() if k not in BOOKKEEPING and v is not None}   # None: as if not there
-    return {"script": run.script, "arm": run.arm, **own, "data": [d.get("sha256") for d in run.data]}
+    return {"script": run.script, "arm": run.arm, **own, "precision": run.products,
+            "data": [d.get("sha256") for d in run.data]}
 
 
 def differing(a, b):
     """-> names of the settings in which two runs differ."""
     x, y = settings(a), settings(b)
-    return [k for k in {**x, **y} if x.get(k) != y.get(k)]
+    keys = [k for k in {**x, **y} if x.get(k) != y.get(k)]
+    # an adapter against all weights is one difference: where there is no rank there is nothing to scale or to place
+    adapter = ("lora_alpha", "lora_targets") if not (x.get("lora_rank") and y.get("lora_rank")) else ()
+    return [k for k in keys if k not in adapter]
+
+
+def in_label(key, value):
+    """A setting that tells a condition from others of its arm, as its label has it."""
+    if key == "lora_rank":
+        return f"LoRA {value}" if value else "all weights"
+    return f"{key} {str('default' if value is None else value)[:24]}"
 
 
 #        arm                    colour     line   marker     (Okabe-Ito; lines and markers carry it in grey)
@@ -264,7 +283,7 @@ def make_conditions(runs, said):
         for i, group in enumerate(several):
             values, words = settings(group[0]), [arm]
             words += [f"lam {values['lam']:g}"] if values.get("lam") is not None else []
-            words += [f"{k} {str(values.get(k, 'default'))[:24]}" for k in told[:3] if k != "data"]
+            words += [in_label(k, values.get(k)) for k in told[:3] if k != "data"]
             words += [f"({i + 1})"] if " ".join(words) in {c.label for c in out} else []
             out.append(Condition(" ".join(words), arm, one_a_seed(group, " ".join(words), said), look_of(arm, i)))
     return out
@@ -1074,11 +1093,12 @@ def runs_table(study, records):
 
 
 def generation_s(records, run):
-    """Seconds that making the run's data took, where a `data` record of the lab book has the same hash; else None."""
+    """Seconds of the teacher's answers that a run was trained on, by the `data` record with their hash; else None."""
     own = {d.get("sha256") for d in run.data} - {None}
-    for r in records:
-        if r.get("kind") == "data" and own & {d.get("sha256") for d in r.get("data") or []}:
-            return (r.get("budget") or {}).get("wall_s")
+    made = [r for r in records if r.get("kind") == "data" and r.get("script") == "data/distil/prepare"   # no pool's
+            and own & {d.get("sha256") for d in r.get("data") or []}]
+    # the last one: a distillation that was killed went on, and its budget counts all starts
+    return (made[-1].get("budget") or {}).get("wall_s") if made else None
 
 
 def verdict_table(study, verdicts, margins):
@@ -1180,10 +1200,14 @@ def findings_table(study):
 
 def sentences(study, verdicts, margins, records):
     """One sentence of three clauses an arm: the same family, a different one, the baseline."""
-    out, baseline = [], study.find("sft")
+    out, baselines = [], [c for c in study.conditions if c.arm == "sft" and not c.control]
     for c in study.conditions:
-        if c is baseline or c.control:
+        if c.control or c in baselines and len(baselines) < len(study.conditions):
             continue
+        # LoRA against LoRA, all weights against all weights: the baseline that differs in the fewest settings
+        baseline = min((b for b in baselines if b is not c), default=None,
+                       key=lambda b: (b.runs[0].args.get("lora_rank") != c.runs[0].args.get("lora_rank"),
+                                      len(differing(b.runs[0], c.runs[0]))))
         steps, rows = c.runs[0].args.get("max_steps"), c.runs[0].data[0].get("rows") if c.runs[0].data else None
         clauses = []
         for family, split in (("the same family", study.inside), ("a different family", study.outside)):
@@ -1205,8 +1229,9 @@ def sentences(study, verdicts, margins, records):
             walls = [np.mean([(r.record.get("budget") or {}).get("wall_s") or 0 for r in x.runs])
                      for x in (c, baseline)]
             made = generation_s(records, baseline.runs[0])
+            few = f", {seeds_in_words(pair['seeds'])}" if pair["seeds"] < 3 else ""
             clauses.append(f"and against {baseline.label} it is {pair['code']} ({pair['gain']:+.3f}, noise "
-                           f"{pair['floor']:.3f}; {walls[0]:.0f} s against "
+                           f"{pair['floor']:.3f}{few}; {walls[0]:.0f} s against "
                            + (f"{made:.0f} s of generation and " if made is not None else "") + f"{walls[1]:.0f} s: "
                            f"wall clock, which is not compute; {pair['explains']})")
         short = [f"{steps} steps (tools advise 300)"] if steps and steps < 300 else [f"{steps} steps"] if steps else []

@@ -232,6 +232,74 @@ def test_tuning_seeds_and_failed_runs_enter_no_verdict(tmp_path):
     assert ["grpo (bad)", "3", "failed"] in [r[:3] for r in rows] and any("tuning" in r[2] for r in rows)
 
 
+def test_lora_and_all_weights_are_two_conditions_with_plain_names_and_a_verdict_each(tmp_path):
+    lora = {"lora_rank": 16, "lora_alpha": 32, "lora_targets": ["q_proj"], "lr": 3e-4}
+    arm_runs(tmp_path / "full", [0.0, 0.03125, 0.125])
+    arm_runs(tmp_path / "lora", [0.0625, 0.09375, 0.09375], **lora)
+    runs = [report.load_run(p, []) for p in sorted(tmp_path.glob("*/*"))]
+    assert report.differing(runs[0], runs[-1]) == ["lr", "lora_rank"]   # alpha and targets come with the rank
+    study, = report.make_studies(runs, [], [])
+    codes = {c.label: report.judge_condition(study, c, "heldout-same")["code"] for c in study.conditions}
+    assert codes == {"grpo all weights lr 3e-05": "spread", "grpo LoRA 16 lr 0.0003": "effect"}
+    assert all(c.seeds == [0, 1, 2] for c in study.conditions)
+    # a run that goes on with an adapter has its rank from there, and config.json says so under `used`
+    fake_run(tmp_path / "on", [], adapter="runs/sft")
+    config = json.loads((tmp_path / "on" / "config.json").read_text())
+    (tmp_path / "on" / "config.json").write_text(json.dumps({**config, "used": {"lora_rank": 8, "lr": 1e-3}}))
+    assert report.settings(report.load_run(tmp_path / "on", []))["lora_rank"] == 8
+
+
+def test_each_variant_is_read_against_the_baseline_of_its_own_kind(tmp_path):
+    lora = {"lora_rank": 16, "lr": 3e-4}
+    arm_runs(tmp_path / "a", [0.0625, 0.09375, 0.09375])
+    arm_runs(tmp_path / "b", [0.0625, 0.09375, 0.09375], **lora)
+    arm_runs(tmp_path / "c", [0.1], arm="sft", script="train_sft", lr=1e-3)
+    arm_runs(tmp_path / "d", [0.05], arm="sft", script="train_sft", **{**lora, "lr": 1e-3})
+    runs = [report.load_run(p, []) for p in sorted(tmp_path.glob("*/*"))]
+    study, = report.make_studies(runs, [], [])
+    verdicts = {(c.label, "heldout-same"): report.judge_condition(study, c, "heldout-same") for c in study.conditions}
+    margins = {k: (None, "") for k in verdicts}
+    said = report.sentences(study, verdicts, margins, [])
+    assert len(said) == 2   # the baselines are the third clause, and have no sentence of their own
+    for line, kind in zip(sorted(said), ("LoRA 16", "all weights")):
+        assert line.startswith(f"grpo {kind} lr ") and f"and against sft {kind} it is " in line
+        assert "one run, a lead; 61 s against 60 s" in line
+
+
+def test_a_seed_on_another_kind_of_device_is_the_same_condition_unless_the_products_differ(tmp_path):
+    before, after = evaluation(MIDDLE, exact=True), evaluation(MIDDLE + 0.05, exact=True)
+    for seed, (device, found) in enumerate([("cpu", "cpu, x86_64, 1 threads"), ("auto", "cpu, arm64, 2 threads"),
+                                            ("auto", "NVIDIA H200")]):
+        folder = fake_run(tmp_path / f"grpo-s{seed}", [(0, before), (20, after)], seed=seed, device=device,
+                          precision="auto")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "device": found}))
+    study, said = study_of(tmp_path)
+    assert {c.label: c.seeds for c in study.conditions} == {"grpo precision fp32": [0, 1], "grpo precision bf16": [2]}
+
+
+def test_the_time_of_a_pool_is_no_generation_and_the_last_record_of_a_distillation_counts(tmp_path):
+    run = report.load_run(fake_run(tmp_path / "r", []), [])
+    pool = {"kind": "data", "script": "eval_passk", "data": [{"sha256": "d" * 64}], "budget": {"wall_s": 118.0}}
+    assert report.generation_s([pool], run) is None
+    made = [{**pool, "script": "data/distil/prepare", "budget": {"wall_s": x}} for x in (20.0, 60.0)]
+    assert report.generation_s([*made, pool], run) == 60.0 and report.generation_s([], run) is None
+
+
+def test_a_whole_study_folder_may_be_named_with_its_tuning_runs_and_its_teacher(tmp_path):
+    arm_runs(tmp_path, [0.1, 0.1, 0.1])
+    rows = [(0, evaluation(MIDDLE, exact=True)), (20, evaluation(MIDDLE, exact=True))]
+    fake_run(tmp_path / "tune-full-1e-4", rows, seed=100, lr=1e-4)
+    fake_run(tmp_path / "tune-sft-1e-3", [], arm="sft", script="train_sft", seed=100, eval_n=0)   # by its loss alone
+    teacher = fake_run(tmp_path / "teacher", [], arm="pretrain", script="pretrain")
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps({**config, "model": {"name": None}}))
+    study, said = study_of(tmp_path)
+    assert [c.label for c in study.conditions] == ["grpo"] and study.conditions[0].seeds == [0, 1, 2]
+    assert {r.name for r in study.lost} == {"tune-full-1e-4", "tune-sft-1e-3"}
+    assert [r[2] for r in report.runs_table(study, [])["rows"]][-2:] == ["ok, tuning"] * 2
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Margins
 
@@ -415,7 +483,8 @@ def written(tmp_path_factory):
             samples = rollouts((1, 6, 11, 15, 20)) if arm == "grpo" else ()   # first, last, three between
             fake_run(runs / f"{arm}-s{seed}", rows, arm=arm, script=script, seed=seed, labbook=book, samples=samples,
                      data=("e" if arm == "sft" else "d") * 64)
-    made = {"kind": "data", "data": [{"path": "x", "sha256": "e" * 64}], "budget": {"wall_s": 42.0}}
+    made = {"kind": "data", "script": "data/distil/prepare", "data": [{"path": "x", "sha256": "e" * 64}],
+            "budget": {"wall_s": 42.0}}
     common.append_record(book, made, "- distillation data")
     fake_run(runs / "lost", [], seed=7, labbook=book, status="no end")
     (runs / "foreign").mkdir()
