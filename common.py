@@ -120,6 +120,8 @@ def number(kind=float, low=None, high=None, above=None, below=None):
                 high is not None and x > high) or (above is not None and x <= above) or (
                 below is not None and x >= below):
             raise argparse.ArgumentTypeError(f"{text} is out of range ({name})")
+        if kind is int and abs(x) >= 2 ** 63:   # no size of a tensor, and from 400 digits on no float either
+            raise argparse.ArgumentTypeError(f"{text[:24]}{'...' * (len(text) > 24)} is out of range (below 2^63)")
         return x
     return parse
 
@@ -198,6 +200,8 @@ def parse_args(parser, argv=None, presets=None):
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     for word in argv:
+        if any("\udc80" <= c <= "\udcff" for c in word):   # bytes that are no text could not be recorded
+            parser.error(f"{ascii(word)} is not UTF-8")
         if word.split("=")[0] in OLD_NAMES:
             parser.error(f"{word.split('=')[0]} has another name here: {OLD_NAMES[word.split('=')[0]]}")
     first = Parser(add_help=False)
@@ -1024,6 +1028,15 @@ def load_tokenizer(folder, template=None):
             raise UserError(f"--template {template}: {e.strerror}") from e
     if not tokenizer.chat_template:
         raise UserError(f"{folder}: the tokenizer has no chat template; give one with --template FILE")
+    try:
+        size = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    except (OSError, ValueError, AttributeError):   # an adapter's folder has none; a bad one is the model's error
+        return tokenizer
+    # not its length: an id that no prompt has, such as a later pad token, does no harm
+    most = max(encode_prompt(tokenizer, [{"role": "user", "content": "What is 12 + 30? End with #### NUMBER."}]))
+    if isinstance(size, int) and most >= size:
+        raise UserError(f"{folder}: its tokenizer writes id {most} ({tokenizer.decode([most])!r}) in a plain prompt, "
+                        f"and config.json has vocab_size {size}: tokenizer and weights do not belong together")
     return tokenizer
 
 

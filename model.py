@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from common import ROOT, UserError, sha256_model
+from common import ROOT, RunError, UserError, sha256_model
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The shape: what config.json says, checked
@@ -755,7 +755,12 @@ def frozen_copy(model):
 # Checkpoints
 
 def save_weights(model, folder, tokenizer):
-    """The model in Hugging Face format, or its adapter in that of peft."""
+    """The model in Hugging Face format, or its adapter in that of peft; RunError for weights that an update broke."""
+    for name, p in model.named_parameters():
+        # the norm: its square overflows from 1e19 on, where no product of the model is a number any more
+        if p.requires_grad and not torch.isfinite(torch.linalg.vector_norm(p.detach(), dtype=torch.float32)):
+            raise RunError(f"{name} is not finite after the last update, or beyond what fp32 can square; these weights "
+                           f"are not saved (a smaller --lr?)")
     if model.adapter is None:
         save_model(model, folder, tokenizer)
     else:

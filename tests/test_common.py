@@ -179,7 +179,19 @@ def test_number_flags(parse, good, bad):
         with pytest.raises(argparse.ArgumentTypeError) as e:
             parse(text)
         assert text in str(e.value)   # the value seen
-    assert common.number(int)("9" * 400) == int("9" * 400)   # and no OverflowError
+
+
+@pytest.mark.parametrize("digits", [19, 400])
+def test_a_whole_number_that_no_tensor_and_no_float_holds_is_refused(digits):
+    assert common.number(int)(str(2 ** 63 - 1)) == 2 ** 63 - 1
+    with pytest.raises(argparse.ArgumentTypeError, match=r"^9{19,24}(\.\.\.)? is out of range .below 2\^63."):
+        common.number(int, 0)("9" * digits)
+
+
+def test_an_argument_that_is_not_utf8_is_refused():
+    with pytest.raises(SystemExit) as e:
+        common.parse_args(common.Parser(), ["--notes", os.fsdecode(b"caf\xe9")])
+    assert e.value.code == 2
 
 
 def run_parser():
@@ -595,6 +607,18 @@ def test_tokenizers_that_are_missing_or_have_no_template(tmp_path):
     (tmp_path / "t.jinja").write_text(template)
     loaded = common.load_tokenizer(tmp_path, tmp_path / "t.jinja")
     assert common.encode_prompt(loaded, CHAT) == common.encode_prompt(tiny_tokenizer(), CHAT)
+
+
+def test_a_tokenizer_that_is_larger_than_the_weights_is_refused_where_it_matters(tmp_path):
+    folder = tiny_folder(tmp_path / "model")
+    tokenizer, config = common.load_tokenizer(folder), json.loads((folder / "config.json").read_text())
+    tokenizer.add_tokens(["<later-pad>"])   # an id behind the embedding that no prompt has
+    tokenizer.save_pretrained(folder)
+    assert len(common.load_tokenizer(folder)) > config["vocab_size"]
+    tokenizer.chat_template = "<later-pad>" + tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UserError, match=f"writes id {config['vocab_size']} .'<later-pad>'. in a plain prompt.*belong"):
+        common.load_tokenizer(folder)
 
 
 def test_prompt_numbers_do_not_hang_on_the_process():

@@ -607,6 +607,28 @@ def test_an_evaluation_with_an_adapter_is_one_of_another_model(sft_run, guesser,
     assert record["model"]["adapter"]["sha256"] == common.sha256_model(sft / "checkpoint")
 
 
+def test_the_best_weights_of_a_run_with_an_adapter_are_an_adapter_that_can_be_evaluated(guesser, tasks, tmp_path):
+    folder, data = tmp_path / "run", sft_rows(tmp_path)
+    valid = write_rows(tmp_path / "valid.jsonl", [{"prompt": problem(i, f"{i}?", 1)["prompt"], "completion": [
+        {"role": "assistant", "content": "#### 9"}]} for i in range(6)])
+    done("train_sft.py", "--data", data, "--valid", valid, "--valid-every", 1, *flags(
+        guesser, tasks, folder, "--lora-rank", 4, "--rows-per-step", 8, "--max-steps", 8, "--schedule", "constant",
+        "--lr", "5e-2"))
+    losses = json.loads((folder / "final.json").read_text())["losses"]
+    assert losses["valid_lowest_step"] < 8 and losses["valid_lowest"] < losses["valid"]
+    assert not (folder / "best" / "model.safetensors").exists()
+    results = []
+    for place in (folder / "best", folder):
+        done("eval_passk.py", "--model", guesser, "--adapter", place, "--tasks-dir", tasks, "--n", 8, "--max-new", 24,
+             "--device", "cpu", "--out", tmp_path / f"{place.name}.json")
+        results.append(json.loads((tmp_path / f"{place.name}.json").read_text()))
+    best, last = results
+    assert best["model_sha256"] == common.sha256_model(guesser, folder / "best") != last["model_sha256"]
+    assert best["problems"] != last["problems"]
+    # and a run goes on from it
+    done(*grpo(guesser, tasks, tmp_path / "next", "--adapter", folder / "best", "--max-steps", 1))
+
+
 def test_a_pool_of_another_adapter_is_refused(sft_run, guesser, tasks, tmp_path):
     pool, rows = tmp_path / "pool.jsonl", jsonl(tasks / "train.jsonl")
     write_rows(pool, rows)

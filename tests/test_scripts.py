@@ -359,6 +359,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(guesser, tasks, tmp_path):
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("kind, more", [("grpo", []), ("sft", []), ("sft", ["--lora-rank", 2]), ("pretrain", [])])
+def test_a_last_update_that_breaks_the_weights_is_not_saved_as_a_success(kind, more, guesser, tasks, tmp_path):
+    folder = tmp_path / "run"
+    got = run(*FLAGS[kind](folder, guesser, tasks, *more, "--lr", "1e30", "--warmup", 0, "--max-steps", 1))
+    refused(got, "not finite after the last update", "--lr", "no checkpoint yet", code=1)
+    assert records(folder)[-1]["status"] == "failed" and not (folder / "checkpoint").exists()
+
+
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
 def test_weights_that_are_not_finite_stop_the_run(kind, guesser, tasks, tmp_path):
     folder = tmp_path / "run"
