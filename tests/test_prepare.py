@@ -108,6 +108,21 @@ def test_gsm8k_rows(folder, tmp_path, capsys):
     assert sorted(p.name for p in out.iterdir()) == sorted([*record["written"], "prepared.json"])
 
 
+def test_gsm8k_in_the_lab_book(folder, tmp_path):
+    book, out = tmp_path / "labbook.md", tmp_path / "out"
+    gsm8k.main(["--source", str(folder), "--output-dir", str(out), "--labbook", str(book)])
+    import common
+    [record], problems = common.read_labbook(book)
+    assert not problems and (record["kind"], record["status"], record["task"]) == ("data", "ok", "gsm8k")
+    assert {(d["path"], d["sha256"], d["rows"]) for d in record["data"]} == {
+        (str(out / name), common.sha256_file(out / name), len(read(out / name)))
+        for name in ("train.jsonl", "test.jsonl", "sft.jsonl", "sft-valid.jsonl")}
+    assert record["config"]["source"]["train.jsonl"]["sha256"] == hashlib.sha256(TRAIN).hexdigest()
+    with pytest.raises(gsm8k.Stop, match="--labbook .*nowhere"):
+        gsm8k.main(["--source", str(folder), "--output-dir", str(tmp_path / "b"), "--labbook", "nowhere/labbook.md"])
+    assert not (tmp_path / "b").exists()
+
+
 def test_same_bytes_twice(folder, tmp_path):
     for out in ("a", "b", "a"):
         gsm8k.main(["--source", str(folder), "--output-dir", str(tmp_path / out)])

@@ -5,7 +5,8 @@
     python data/gsm8k/prepare.py --source https://example.org/gsm8k
 
 Written to this folder: train.jsonl and test.jsonl (task files), sft.jsonl and sft-valid.jsonl (the training problems
-with their worked solutions; the last 5% of train.jsonl are the validation part), prepared.json (rows and hashes).
+with their worked solutions; the last 5% of train.jsonl are the validation part), prepared.json (rows and hashes). With
+--labbook FILE the same goes into the lab book as a `data` record.
 
 A source row {"question", "answer"} has a solution such as "48/2 = <<48/2=24>>24 clips\\n#### 24". The calculator marks
 <<..>> go, because no calculator stands behind our prompts, and so do the thousands commas of the final number.
@@ -54,6 +55,7 @@ def get_args(argv=None):
     parser.add_argument("--timeout", type=float, default=120.0, help="most seconds that one try of a download may take")
     parser.add_argument("--retries", type=int, default=4, help="further tries after a download that failed (a count)")
     parser.add_argument("--backoff", type=float, default=1.0, help="seconds before the first retry; doubles each time")
+    parser.add_argument("--labbook", default=None, metavar="FILE", help="lab book for a record of rows and hashes")
     args = parser.parse_args(argv)
     if args.output_dir.exists() and not args.output_dir.is_dir():
         parser.error(f"--output-dir must be a folder, {args.output_dir} is a file")
@@ -233,8 +235,31 @@ def make_lesson(task):
     return {"prompt": task["prompt"], "completion": [{"role": "assistant", "content": task["solution"]}]}
 
 
+def record_in(labbook, folder, record, wall_s=None):
+    """A `data` record of what was read and written; with record None the lab book is only tried. Raises Stop."""
+    sys.path.insert(0, str(HERE.parents[1]))
+    import common  # only here: without a lab book the script needs no package
+
+    try:
+        common.check_writable(labbook)
+        if record:
+            common.append_record(labbook, {
+                "kind": "data", "run_id": f"gsm8k-{time.strftime('%y%m%d-%H%M%S')}", "parent": None,
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "script": "data/gsm8k/prepare", "arm": None,
+                "task": "gsm8k", "model": {"name": None}, "data": [
+                    {"path": common.short_path(folder / name), "sha256": row["sha256"], "rows": row["rows"]}
+                    for name, row in record["written"].items()],
+                "seed": None, "config": {"source": record["source"]}, "budget": {"wall_s": round(wall_s, 1)},
+                "losses": {}, "scores": {}, "status": "ok", "git": common.git_state(), "versions": common.versions(),
+                "device": None, "notes": ""}, f"- {time.strftime('%Y-%m-%d %H:%M')} data gsm8k in {folder}")
+    except common.UserError as error:
+        raise Stop(str(error)) from error
+
+
 def main(argv=None):
-    args = get_args(argv)
+    args, start = get_args(argv), time.time()
+    if args.labbook:
+        record_in(args.labbook, args.output_dir, None)  # refused before a download, not after
     sources, tasks = {}, {}
     for split in SPLITS:
         name = f"{split}.jsonl"
@@ -266,6 +291,8 @@ def main(argv=None):
     # last, so that its hashes never describe files that are not there yet
     files["prepared.json"] = (json.dumps(record, indent=2) + "\n").encode()
     write_all(args.output_dir, files)
+    if args.labbook:
+        record_in(args.labbook, args.output_dir, record, time.time() - start)
 
     for kind, described in record.items():
         for name, row in described.items():
