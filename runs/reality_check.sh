@@ -5,6 +5,7 @@
 #
 #   bash runs/reality_check.sh tune        the learning rates, on seed 100; choose, and set LORA_LR and FULL_LR below
 #   bash runs/reality_check.sh             margin grpo teacher distil report, in this order (any of them by name)
+#   TEACHER=FOLDER bash runs/reality_check.sh distil report      a teacher that stands already
 #   MODEL=runs/warm/checkpoint LORA_LR=2e-4 VARIANTS=lora SEEDS=0 OUT=runs/reality_135m bash runs/reality_check.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
