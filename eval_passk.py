@@ -25,6 +25,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import time
 from collections import Counter
 from pathlib import Path
@@ -187,6 +188,15 @@ def table(result):
     return "\n".join(lines)
 
 
+def again(args, rows):
+    """The command that measures the base rate of a pool of `rows` problems anew, all else as in its screening."""
+    words = ["--model", args.model, *(["--adapter", args.adapter] if args.adapter else []), "--task", args.task,
+             "--tasks", args.pool_out, "--limit", rows, "--n", args.n, "--k", 1, "--max-new", args.max_new, "--seed",
+             args.seed + 1, "--temperature", args.temperature]
+    words += (["--template", args.template] if args.template else []) + (["--stop", *args.stop] if args.stop else [])
+    return shlex.join(["python", "eval_passk.py", *map(str, words)])
+
+
 def get_args(argv=None):
     p = common.Parser(description=__doc__.split("\n\n")[0])
     p.add_argument("--model", default="data/tiny", help="folder in Hugging Face format, or a hub id like org/name")
@@ -298,8 +308,7 @@ if __name__ == "__main__":
         print(f"{args.pool_out}: {len(kept)} of {len(fits)} problems with {args.keep[0]} to {args.keep[1]} of {args.n} "
               f"right; base rate {base['base_rate']:.3f} of the kept, {base['base_rate_candidates']:.3f} of all; "
               f"sha256 {meta['sha256'][:12]}\nthe choice flatters the base rate of the kept; with fresh samples:\n"
-              f"    python eval_passk.py --model {named} --task {args.task} --tasks {args.pool_out} "
-              f"--limit {len(kept)} --n {args.n} --k 1 --max-new {args.max_new} --seed {args.seed + 1}")
+              f"    {again(args, len(kept))}")
         result = {"split": Path(args.pool_out).stem, "tokens": tokens + head["tokens"], **meta}
         path, rows, rollouts = args.pool_out, kept, len(fits) * args.n + head["limit"] * head["n"]
         said = f"pool {args.pool_out}: {len(kept)} of {len(fits)} problems, base rate {base['base_rate']:.3f}"

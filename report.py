@@ -715,8 +715,13 @@ def margin_for(records, split, runs):
         return None, f"no margin was registered for {split}"
     starts = {}
     for i, r in enumerate(records):
-        if r.get("kind") in ("start", "run"):
-            starts.setdefault(r.get("run_id"), i)
+        if r.get("kind") in ("start", "run"):   # by folder too: two studies may both have a seed 0 of one name
+            for key in (r.get("run_id"), (r.get("run_id"), (r.get("config") or {}).get("output_dir"))):
+                starts.setdefault(key, i)
+    for r in runs:
+        name = r.record.get("run_id", r.name)
+        if (name, r.args.get("output_dir")) in starts:
+            starts[name] = starts[name, r.args.get("output_dir")]
     names = [r.record.get("run_id", r.name) for r in runs]
     if absent := [x for x in names if x not in starts]:
         return None, f"refused: the lab book holds no start of {absent[0]}, so which came first cannot be told"
@@ -781,12 +786,23 @@ def reconcile(prediction, record):
 
 def ledger(records):
     """-> rows of the prediction table, and one sentence."""
-    ends = {r.get("run_id"): r for r in records if r.get("kind") == "run"}
+    ends, own, started = {}, defaultdict(list), set()
+    for i, r in enumerate(records):   # a later run of the same name, in another folder, has predictions of its own
+        name = r.get("run_id")
+        if r.get("kind") == "prediction":
+            if name in started:
+                own[name] = []
+                started.discard(name)
+            own[name].append(i)
+        elif r.get("kind") == "start":
+            started.add(name)
+        elif r.get("kind") == "run":
+            ends.update({j: r for j in own[name]})
     lessons = {r.get("run_id"): r.get("notes") for r in records if r.get("what") == "lesson"}
     rows = []
-    for p in (r for r in records if r.get("kind") == "prediction"):
+    for i, p in ((i, r) for i, r in enumerate(records) if r.get("kind") == "prediction"):
         try:
-            got = reconcile(common.parse_prediction(p["text"]), ends.get(p.get("run_id")))
+            got = reconcile(common.parse_prediction(p["text"]), ends.get(i))
         except (UserError, KeyError) as e:
             got = {"outcome": "open", "value": None, "noise": 0.0, "noise_is": "", "why": f"not readable ({e})"}
         lesson = lessons.get(p.get("run_id")) or ("a lesson is owed (--lesson)" if got["outcome"] == "miss" else "")
@@ -1853,7 +1869,8 @@ def describe(study):
     when = sorted(r.record.get("time", "") for r in runs)
     adapter = f" with the adapter {study.model['adapter'].get('name')}" if study.model.get("adapter") else ""
     text = (f"Start: {study.model.get('name')}{adapter} ({str(study.model.get('sha256'))[:12]}). Devices: "
-            f"{each(r.record.get('device') for r in runs)}; precision {each(r.args.get('precision') for r in runs)}; "
+            f"{each(r.record.get('device') for r in runs)}; precision {each(r.products for r in runs)}; presets "
+            f"{each(r.args.get('preset') or 'none' for r in runs)}; "
             f"torch {each((r.record.get('versions') or {}).get('torch') for r in runs)}; commits "
             f"{each((r.record.get('git') or {}).get('commit') for r in runs)}; {when[0][:16]} to {when[-1][:16]}. "
             f"Inside is {study.inside}, outside {study.outside or 'not evaluated'}.") if runs else "No finished run."

@@ -4,6 +4,7 @@ look beyond its task (X51, A10).
 """
 import json
 import os
+import shlex
 import shutil
 import stat
 
@@ -95,6 +96,17 @@ def test_base_rate_is_measured_again_by_the_printed_command(pool, tmp_path):
     assert got.returncode == 0, got.stderr
     again = json.loads((tmp_path / "again.json").read_text())
     assert [p["id"] for p in again["problems"]] == [row["id"] for row in read_rows(pool)] and again["seed"] == 1
+
+
+def test_the_printed_command_has_the_settings_of_the_screening_and_is_one_for_a_shell():
+    args = eval_passk.get_args(["--keep", "1", "7", "--n", "8", "--pool-out", "my pool.jsonl", "--temperature", "0.7",
+                                "--stop", "\n", "--template", "chat.jinja", "--seed", "3", "--adapter", "runs/sft"])
+    words = shlex.split(eval_passk.again(args, 12))
+    assert words[:2] == ["python", "eval_passk.py"]
+    new = eval_passk.get_args(words[2:])
+    assert (new.tasks, new.limit, new.seed, new.n, new.k) == ("my pool.jsonl", 12, 4, 8, [1])
+    for key in ("model", "adapter", "task", "temperature", "stop", "template", "max_new"):
+        assert getattr(new, key) == getattr(args, key)
 
 
 @pytest.mark.parametrize("at1, at32, word", [(0.96, 1.0, "no room to improve"), (0.0, 0.04, "easier problems"),

@@ -276,6 +276,7 @@ def test_a_seed_on_another_kind_of_device_is_the_same_condition_unless_the_produ
         (folder / "config.json").write_text(json.dumps({**config, "device": found}))
     study, said = study_of(tmp_path)
     assert {c.label: c.seeds for c in study.conditions} == {"grpo precision fp32": [0, 1], "grpo precision bf16": [2]}
+    assert "precision bf16, fp32; presets none; torch" in report.describe(study)
 
 
 def test_the_time_of_a_pool_is_no_generation_and_the_last_record_of_a_distillation_counts(tmp_path):
@@ -414,6 +415,24 @@ def test_the_ledger_counts_and_asks_for_lessons(tmp_path, capsys):
     assert "the chain is whole" in out and "gone has a start and no end" in out and "weaker than it looked" in out
     with pytest.raises(UserError, match="holds no prediction for a run 'other'"):
         report.add_lesson(str(book), "other: text")
+
+
+def test_two_studies_with_runs_of_one_name_keep_their_predictions_and_margins_apart(tmp_path):
+    book, before = tmp_path / "labbook.md", evaluation(MIDDLE, exact=True)
+    for study, gain in (("toy", 0.25), ("large", 0.0)):
+        if study == "large":   # younger than the toy's runs, older than these
+            report.register_margin(str(book), "heldout-same: gain > 0.1")
+        common.record_prediction(book, "lora-s0", "heldout-same.pass@1 >= 0.6")
+        after = evaluation(np.clip(MIDDLE + gain, 0, 1), exact=True)
+        for status in ("failed", "ok"):   # it failed once, and went on
+            shutil.rmtree(tmp_path / study, ignore_errors=True)
+            fake_run(tmp_path / study / "lora-s0", [(0, before), (20, after)], labbook=book, status=status)
+    records = common.read_labbook(book)[0]
+    assert [r[3] for r in report.ledger(records)[0]] == ["hit", "miss"]
+    margins = {x: report.margin_for(records, "heldout-same", study_of(tmp_path / x)[0].find("grpo").runs)
+               for x in ("toy", "large")}
+    assert margins["toy"][0] is None and "younger than the run lora-s0" in margins["toy"][1]
+    assert margins["large"][0]["text"] == "heldout-same: gain > 0.1"
 
 
 def test_an_edited_labbook_fails_the_check(tmp_path):
