@@ -854,13 +854,16 @@ def add_lesson(path, text):
 # ----------------------------------------------------------------------------------------------------------------------
 # Findings of the documents: claims with a direction, each judged against its noise
 
+NOT_MEASURED = ": not measured in these runs"
+
+
 def claim(words, effect, want):
     """
     One claim -> (words with the numbers, spread, seeds, outcome). want: up, down, flat, not up, not down, or a number
     that the size should not exceed.
     """
     if effect is None:
-        return words + ": not measured in these runs", None, 0, "cannot be told"
+        return words + NOT_MEASURED, None, 0, "cannot be told"
     m, floor = effect.mean, effect.floor
     text = f"{words}: {m:+.3g}, noise {floor:.2g}"
     if effect.seeds < 2 or (effect.spread is None and effect.se is None):
@@ -1203,7 +1206,10 @@ def findings_table(study):
         seeds = [c[2] for c in claims if c[2]]
         spreads = [c[1] for c in claims if c[1] is not None]
         outcomes = [c[3] for c in claims]
-        rows.append([f"F{number}", text, "; ".join(f"{c[0]} ({c[3]})" if len(claims) > 1 else c[0] for c in claims),
+        numbers = "; ".join(f"{c[0]} ({c[3]})" if len(claims) > 1 else c[0] for c in claims)
+        if all(c[0].endswith(NOT_MEASURED) for c in claims):   # none of its arms ran: said once
+            numbers = NOT_MEASURED[2:]
+        rows.append([f"F{number}", text, numbers,
                      number_text(max(spreads) if spreads else None), str(min(seeds)) if seeds else "0",
                      overall(outcomes)])
     return {"title": "Findings", "rows": rows,

@@ -471,6 +471,7 @@ def test_findings_are_computed_from_what_ran(tmp_path):
     assert list(rows) == [f"F{i}" for i in (*range(1, 16), 17, 18, 20, 30, 31, 33)]
     assert "rft_shortest median_length_right on heldout-same: -10, noise 0 (holds)" in rows["F1"][2]
     assert rows["F1"][5] == "cannot be told" and "not measured" in rows["F1"][2]       # rft_random did not run
+    assert rows["F3"][2] == "not measured in these runs" and rows["F3"][5] == "cannot be told"   # no arm of it ran
     assert rows["F33"][5] == "holds at this scale" and rows["F33"][4] == "3"
     assert rows["F14"][5] == "cannot be told"
 
@@ -565,6 +566,29 @@ def test_the_page_stands_alone(written):
     rows = json.loads(data)
     assert len(rows) == 80 and {r["step"] for r in rows} == {1, 6, 11, 15, 20} and "80 rollouts of training" in page
     assert {r["finish"] for r in rows} == {"eos", "length"}
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(written, tmp_path):
+    """Chromium runs the page from a file: the reader counts, filters and shows the kinds of tokens."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if not browser:
+        pytest.skip("needs package chromium")
+    page = (written[0] / "report.html").read_text()
+    rows = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+    grpo_right = [r for r in rows if r["right"] and r["step"] == 20]
+    change = "".join(f"pick['{k}'].value = '{v}'; pick['{k}'].onchange();" for k, v in
+                     (("arm", "grpo"), ("step", 20), ("answer", "right")))
+    for name, more, count in (("all", "", len(rows)), ("some", f"<script>{change}</script>", len(grpo_right))):
+        (tmp_path / f"{name}.html").write_text(page.replace("</body>", more + "</body>"))
+        done = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+                               f"--user-data-dir={tmp_path / name}", (tmp_path / f"{name}.html").as_uri()],
+                              capture_output=True, text=True, timeout=100)
+        shown = done.stdout.rpartition('id="count"')[2]
+        assert f">{count} of {len(rows)} rollouts<" in shown and 0 < count
+        assert shown.count("<header>") == min(count, 40)
+        assert '<span class="trained">' in shown and '<span class="injected">[tool: 4]' in shown
+    assert shown.count('class="card ok"') == count and "</script><b>" not in shown.rpartition("<script")[0]
 
 
 def test_segments_follow_the_mask():
