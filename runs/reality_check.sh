@@ -74,10 +74,13 @@ server=
 stop_server() { [ -z "$server" ] || kill "$server" 2> /dev/null || true; server=; }
 trap stop_server EXIT
 
+listens() { (exec 3<> "/dev/tcp/127.0.0.1/$PORT") 2> /dev/null; }
+
 serve() {   # returns when the teacher answers: its start is not on the budget
+    if listens; then echo "port $PORT is in use, by another teacher maybe: set PORT" >&2; return 1; fi
     python data/distil/serve.py --model "$TEACHER" --port "$PORT" --device "$DEVICE" > "$OUT/serve.log" 2>&1 &
     server=$!
-    until (exec 3<> "/dev/tcp/127.0.0.1/$PORT") 2> /dev/null; do
+    until listens; do
         kill -0 "$server" 2> /dev/null || { tail -n 1 "$OUT/serve.log" >&2; return 1; }
         sleep 1
     done

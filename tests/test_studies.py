@@ -69,7 +69,8 @@ def lab(tmp_path):
     log = tmp_path / "calls"
 
     class Lab:
-        folder = top
+        def __init__(self):
+            self.folder, self.port = top, port
 
         def start(self, script, *stages, **env):
             log.write_text("")
@@ -129,6 +130,9 @@ def test_a_teacher_that_cannot_be_served_is_said(lab):
     got = lab.start("reality_check.sh", "distil", FAIL="serve", TEACHER="nowhere")
     assert got.returncode == 1 and got.stderr == "serve.py: error: no model there\n"
     assert not lab.calls("data/distil/prepare.py") and not lab.calls("train_sft.py")
+    with socket.create_server(("127.0.0.1", lab.port)):   # whoever that is, it is not asked
+        got = lab.start("reality_check.sh", "distil")
+    assert got.returncode == 1 and f"port {lab.port} is in use" in got.stderr and not lab.calls("data/distil")
     got = lab.start("reality_check.sh", "distil", OUT="runs/empty")
     assert got.returncode == 2 and "the stage grpo first" in got.stderr
     got = lab.start("reality_check.sh", "report", OUT="runs/empty")
