@@ -99,6 +99,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **more):
         super().__init__(allow_abbrev=False, **more)
 
+    def parse_known_args(self, args=None, namespace=None):   # parse_args calls it
+        for i, word in enumerate(sys.argv[1:] if args is None else args, 1):
+            if any("\udc80" <= c <= "\udcff" for c in word):   # bytes that are no text: no record could hold them
+                self.error(f"argument {i} is not UTF-8 text")   # not its value, which may be a key
+        return super().parse_known_args(args, namespace)
+
     def error(self, message):
         print(f"{self.prog}: error: {message} (--help lists the flags)", file=sys.stderr)
         sys.exit(2)
@@ -200,8 +206,6 @@ def parse_args(parser, argv=None, presets=None):
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     for word in argv:
-        if any("\udc80" <= c <= "\udcff" for c in word):   # bytes that are no text could not be recorded
-            parser.error(f"{ascii(word)} is not UTF-8")
         if word.split("=")[0] in OLD_NAMES:
             parser.error(f"{word.split('=')[0]} has another name here: {OLD_NAMES[word.split('=')[0]]}")
     first = Parser(add_help=False)

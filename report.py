@@ -1197,8 +1197,8 @@ def budget_table(study):
     return {"title": "Budget", "rows": rows, "folded": True,
             "head": ["arm", "prompts", "rollouts", "tokens sampled", "tokens trained", "wall clock (s)",
                      "failed, lost and tuning (s, runs)", "GPU peak (GiB)", "RAM peak (GiB)", "cost"],
-            "note": "Means over seeds; the failed ones in all. A run that was killed left no time; one that was begun anew "
-                    "counts its last start alone, and the lab book has the others."}
+            "note": "Means over seeds; the failed ones in all. A run that was killed left no time; one that was begun "
+                    "anew counts its last start alone, and the lab book has the others."}
 
 
 def findings_table(study):

@@ -188,10 +188,12 @@ def test_a_whole_number_that_no_tensor_and_no_float_holds_is_refused(digits):
         common.number(int, 0)("9" * digits)
 
 
-def test_an_argument_that_is_not_utf8_is_refused():
-    with pytest.raises(SystemExit) as e:
-        common.parse_args(common.Parser(), ["--notes", os.fsdecode(b"caf\xe9")])
-    assert e.value.code == 2
+def test_an_argument_that_is_not_utf8_is_refused(capsys):
+    for parse in (common.Parser.parse_args, common.parse_args):
+        for flag in ("--notes", "--resume"):
+            with pytest.raises(SystemExit) as e:
+                parse(run_parser(), [flag, os.fsdecode(b"caf\xe9")])
+            assert e.value.code == 2 and "argument 2 is not UTF-8 text" in capsys.readouterr().err
 
 
 def run_parser():
