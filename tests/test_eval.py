@@ -284,7 +284,7 @@ def test_a_token_that_the_model_does_not_have_is_refused(tmp_path):
     save_model(tiny_model(vocab_size=100), tmp_path / "m", tiny_tokenizer())
     odd = write_rows(tmp_path / "odd.jsonl", [problem(0, "\u00e9", 1)])
     r, _ = evaluate(tmp_path / "m", tmp_path / "out.json", "--tasks", odd, "--n", 2)
-    refused(r, "outside the vocabulary of 100")
+    refused(r, "vocab_size 100", "tokenizer and weights do not belong together")
 
 
 def test_prompts_that_leave_no_room_are_refused(tmp_path, tasks):
