@@ -251,7 +251,8 @@ def record_in(labbook, folder, record, wall_s=None):
                     for name, row in record["written"].items()],
                 "seed": None, "config": {"source": record["source"]}, "budget": {"wall_s": round(wall_s, 1)},
                 "losses": {}, "scores": {}, "status": "ok", "git": common.git_state(), "versions": common.versions(),
-                "device": None, "notes": ""}, f"- {time.strftime('%Y-%m-%d %H:%M')} data gsm8k in {folder}")
+                "device": None, "notes": ""}, f"- {time.strftime('%Y-%m-%d %H:%M')} data gsm8k, "
+                + ", ".join(f"{row['rows']} rows of {name}" for name, row in record["written"].items()))
     except common.UserError as error:
         raise Stop(str(error)) from error
 
