@@ -431,7 +431,9 @@ def read_json(path):
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
         raise UserError(f"{path.parent}: no {path.name} (is this a model folder in Hugging Face format?)") from e
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read ({e.strerror})") from e
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: not valid JSON ({e})") from e
     if not isinstance(found, dict):
         raise UserError(f"{path}: not a JSON object")
@@ -443,7 +445,7 @@ def read_tensors(folder, name="model"):
     index = folder / f"{name}.safetensors.index.json"
     if index.exists():
         shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict):
+        if not isinstance(shards, dict) or not all(isinstance(f, str) for f in shards.values()):
             raise UserError(f"{index}: no `weight_map` that says which file holds which tensor")
         files = sorted(set(shards.values()))
     else:
@@ -614,7 +616,11 @@ def add_lora(model, rank, alpha=None, targets=None, seed=0, base=None, base_sha2
     """
     adapter = Adapter(rank, 2 * rank if alpha is None else alpha, list(targets or TARGETS), False, base, base_sha256)
     gen, tensors = torch.Generator().manual_seed(seed), {}
-    for name, layer in adapted_layers(model, adapter.targets, "--lora-targets").items():
+    layers = adapted_layers(model, adapter.targets, "--lora-targets")
+    widest = max(max(x.in_features, x.out_features) for x in layers.values())
+    if rank > widest:
+        raise UserError(f"--lora-rank {rank}: no adapted layer has more than {widest} rows or columns; 8 to 64 is usual")
+    for name, layer in layers.items():
         tensors[f"{name}.lora_A"] = nn.init.kaiming_uniform_(torch.empty(rank, layer.in_features), a=math.sqrt(5),
                                                              generator=gen)
         tensors[f"{name}.lora_B"] = torch.zeros(layer.out_features, rank)
@@ -655,15 +661,16 @@ def read_adapter_config(folder):
     for name, asked in refused.items():
         if asked:
             raise UserError(f"{where}: {name} is not supported (plain LoRA on linear layers is)")
-    rank, alpha, targets = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
+    rank, alpha, targets, rslora = (raw.get(k) for k in ("r", "lora_alpha", "target_modules", "use_rslora"))
     for name, value, right, want in [
             ("r", rank, type(rank) is int and rank > 0, "a whole number above 0"),
-            ("lora_alpha", alpha, type(alpha) in (int, float) and 0 < alpha < math.inf, "a number above 0"),
+            ("lora_alpha", alpha, type(alpha) in (int, float) and 0 < alpha < 1e38, "a number above 0 and below 1e38"),
+            ("use_rslora", rslora, rslora is None or type(rslora) is bool, "true or false"),
             ("target_modules", targets, isinstance(targets, (str, list)) and targets
              and all(isinstance(t, str) for t in targets), "names of layers")]:
         if not right:
             raise UserError(f"{where}: {name} is {value!r}, expected {want}")
-    return Adapter(rank, alpha, targets, bool(raw.get("use_rslora")), raw.get("base_model_name_or_path"))
+    return Adapter(rank, alpha, targets, bool(rslora), raw.get("base_model_name_or_path"))
 
 
 def load_adapter(model, folder, base=None, base_sha256=""):
@@ -685,6 +692,10 @@ def load_adapter(model, folder, base=None, base_sha256=""):
         raise UserError(f"{folder}: trained on {adapter.base} (hash {adapter.base_sha256[:12]}), --model {base} has "
                         f"hash {base_sha256[:12]}: another base")
     check_tensors(folder, want, got, "adapter_config.json and the base ask")
+    for key, tensor in got.items():
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            what = "NaN or inf" if tensor.is_floating_point() else str(tensor.dtype)
+            raise UserError(f"{folder}: {key} holds {what}; take an adapter of finite floating-point numbers")
     if base and not adapter.base_sha256 and adapter.base != base:
         print(f"{folder}: its base is {adapter.base}, --model is {base}: other names, but its shapes fit")
     place_adapter(model, adapter, {unkey(k): v for k, v in got.items()}, f"{folder}: target_modules")

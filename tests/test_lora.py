@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import problem, tiny_folder, tiny_model, tiny_tokenizer, write_rows
 from launch import jsonl, metrics, refused, run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import common
 import model as model_module
@@ -422,7 +422,8 @@ CONFIGS = [({"use_dora": True}, "use_dora true"), ({"bias": "all"}, "bias 'all'"
            ({"r": 0}, "r is 0"), ({"r": "8"}, "r is '8'"), ({"lora_alpha": None}, "lora_alpha is None"),
            ({"target_modules": []}, "target_modules is []"), ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
            ({"target_modules": "(("}, "not a pattern"), ({"target_modules": "nothing"}, "nothing"),
-           ({"target_modules": ["q_proj"]}, "unexpected tensor"), ({"r": 5}, "has shape [4, 48]")]
+           ({"target_modules": ["q_proj"]}, "unexpected tensor"), ({"r": 5}, "has shape [4, 48]"),
+           ({"lora_alpha": 10 ** 400}, "lora_alpha is 1000"), ({"use_rslora": "false"}, "use_rslora is 'false'")]
 
 
 @pytest.fixture(scope="module")
@@ -489,6 +490,35 @@ def test_files_that_are_broken_or_missing(saved, tmp_path):
     with pytest.raises(UserError, match="no adapter there"):
         find_adapter(str(tmp_path / "nowhere"))
     assert find_adapter(str(saved)) == saved.resolve()
+
+
+def test_an_index_of_no_names_and_a_folder_in_place_of_a_file(saved, tmp_path):
+    folder = copied(saved, tmp_path)
+    (folder / "adapter_model.safetensors.index.json").write_text('{"weight_map": {"a": 1, "b": "x"}}')
+    with pytest.raises(UserError, match="weight_map"):
+        load_adapter(tiny_model(), folder)
+    (folder / "adapter_config.json").unlink()
+    (folder / "adapter_config.json").mkdir()
+    with pytest.raises(UserError, match="adapter_config.json: cannot be read .Is a directory"):
+        load_adapter(tiny_model(), folder)
+
+
+@pytest.mark.parametrize("value, said", [(torch.nan, "lora_A.weight holds NaN or inf"),
+                                         (torch.int8, "lora_A.weight holds torch.int8")])
+def test_an_adapter_of_no_numbers_is_refused(value, said, saved, tmp_path):
+    folder = copied(saved, tmp_path)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    key = min(tensors)
+    tensors[key] = tensors[key].to(value) if isinstance(value, torch.dtype) else tensors[key].fill_(value)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=said):
+        load_adapter(tiny_model(), folder)
+
+
+def test_a_rank_above_every_layer_is_refused():
+    for rank in (10 ** 6, 10 ** 30):
+        with pytest.raises(UserError, match=f"--lora-rank {rank}: no adapted layer has more than"):
+            add_lora(tiny_model(), rank)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
