@@ -233,7 +233,7 @@ def parse_args(parser, argv=None, presets=None):
                          f"it is a run of another script")
     args = parser.parse_args(argv)
     for key in ("resume", "pool", "model", "adapter", "labbook", "output_dir", "tasks_dir", "template", "curves",
-                "data"):
+                "data", "valid"):
         if getattr(args, key, None) == "":   # a shell variable that was not set, most likely
             parser.error(f"--{key.replace('_', '-')} is empty")
     has = vars(args)
@@ -1118,6 +1118,9 @@ def check_messages(messages, name):
     for m in messages:
         if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
             raise ValueError(f"`{name}` holds {json.dumps(m)[:60]}, expected {{\"role\": ..., \"content\": ...}}")
+        half = re.search("[\ud800-\udfff]", m["role"] + m["content"])   # JSON may hold it, no tokenizer reads it
+        if half:
+            raise ValueError(f"`{name}` holds {half[0]!r}, half of a surrogate pair, which is no text; take it out")
 
 
 def check_task_row(row):
@@ -1133,6 +1136,8 @@ def check_textbook_row(row):
     """A textbook row: {"prompt": [messages], "completion": [one assistant message]}."""
     check_messages(row["prompt"], "prompt")
     check_messages(row["completion"], "completion")
+    if row["completion"][-1]["role"] != "assistant":
+        raise ValueError(f"`completion` is of role {row['completion'][-1]['role']!r}, expected assistant")
     if not row["completion"][-1]["content"].strip():
         raise ValueError("`completion` is empty: there is nothing to train on")
 

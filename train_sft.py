@@ -32,7 +32,7 @@ def get_args(argv=None):
     p.add_argument("--valid", default=None, help="rows of the same form whose loss is measured (default: none)")
     p.add_argument("--valid-every", type=number(int, 0), default=25, help="steps between these losses (0: last only)")
     p.add_argument("--max-steps", type=number(int, 0), default=None, help="optimizer steps in all (default: --epochs)")
-    p.add_argument("--epochs", type=number(float, above=0), default=1.0, help="passes over the rows, if no --max-steps")
+    p.add_argument("--epochs", type=number(float, high=1e6, above=0), default=1.0, help="passes over the rows, if no --max-steps")
     p.add_argument("--rows-per-step", type=number(int, 1), default=64, help="rows a step")
     p.add_argument("--max-length", type=number(int, 2), default=1024, help="tokens of a row; a longer row is dropped")
     p.add_argument("--min-answer", type=number(int, 0), default=0, help="tokens of an answer; a shorter one is dropped")
@@ -144,7 +144,7 @@ if __name__ == "__main__":
         for i, row in enumerate(common.read_rows(path, check_row), 1):
             try:
                 rows.append(encode_row(tokenizer, row, model.eos_ids[0]))
-            except ValueError as e:
+            except (ValueError, common.UserError) as e:   # the template refuses a role, say
                 raise common.UserError(f"{path}, row {i}: {e}") from e
         fits = [r for r in rows if sum(map(len, r)) <= longest]
         kept = [r for r in fits if min(map(len, r[1::2])) > args.min_answer]   # an answer's end token does not count

@@ -131,7 +131,8 @@ BOOK = {"prompt": [user("5?")], "completion": [says("#### 2")]}
     ({"messages": [says("5"), user("5?"), says("5")]}, "none the first"), ({"messages": []}, "`messages` must be"),
     ({"messages": [user("5?"), says("5")], **BOOK}, "either `messages` or"), ({}, "prompt is missing"),
     (BOOK | {"completion": [says("a"), says("b")]}, "more than one message"),
-    (BOOK | {"completion": [says("")]}, "nothing to train on")])
+    (BOOK | {"completion": [says("")]}, "nothing to train on"),
+    (BOOK | {"completion": [user("#### 2")]}, "of role 'user'")])
 def test_a_row_without_anything_to_train_on_is_refused_with_its_line(row, reason, tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [BOOK, row])
     with pytest.raises(common.UserError, match=f":2: .*{reason}"):
@@ -170,6 +171,25 @@ def test_a_bad_chat_is_refused_with_its_row_before_anything_is_written(guesser, 
     refused(run(*flags(tmp_path / "run", guesser, tasks, rows, "--template", tmp_path / "thinks.jinja")), "row 2",
             "does not keep")
     assert not (tmp_path / "run").exists()
+
+
+def test_half_a_surrogate_pair_and_a_role_that_the_template_refuses_are_named_with_their_row(guesser, tasks, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for text in ('{"messages": [{"role": "user", "content": "a\\ud800"}, {"role": "assistant", "content": "b"}]}',
+                 '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\\udfffb"}]}'):
+        path.write_text(json.dumps(BOOK) + "\n" + text + "\n")
+        with pytest.raises(common.UserError, match=":2: .*half of a surrogate pair"):
+            common.read_rows(path, sft.check_row)
+    (tmp_path / "roles.jinja").write_text("{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tool') }}"
+                                          "{% endif %}{{ m.content }}{% endfor %}")
+    rows = [BOOK, {"messages": [{"role": "tool", "content": "2?"}, says("5")]}]
+    refused(run(*flags(tmp_path / "run", guesser, tasks, rows, "--template", tmp_path / "roles.jinja")), "row 2",
+            "no tool")
+
+
+def test_an_empty_valid_is_refused(guesser, tasks, tmp_path):
+    refused(run(*flags(tmp_path / "run", guesser, tasks, [BOOK], "--valid", "")), "--valid is empty")
+    refused(run(*flags(tmp_path / "run", guesser, tasks, [BOOK], "--epochs", "1e308")), "--epochs: 1e308")
 
 
 def test_chats_and_textbook_rows_of_one_turn_make_the_same_run(guesser, tasks, tmp_path):
