@@ -619,7 +619,7 @@ def add_lora(model, rank, alpha=None, targets=None, seed=0, base=None, base_sha2
     layers = adapted_layers(model, adapter.targets, "--lora-targets")
     widest = max(max(x.in_features, x.out_features) for x in layers.values())
     if rank > widest:
-        raise UserError(f"--lora-rank {rank}: no adapted layer has more than {widest} rows or columns; 8 to 64 is usual")
+        raise UserError(f"--lora-rank {rank}: no adapted layer has more than {widest} rows or columns; try 8 to 64")
     for name, layer in layers.items():
         tensors[f"{name}.lora_A"] = nn.init.kaiming_uniform_(torch.empty(rank, layer.in_features), a=math.sqrt(5),
                                                              generator=gen)
@@ -802,6 +802,6 @@ def load_checkpoint(folder, model, optimizer):
                 if model.adapter is None or p.requires_grad:
                     p.copy_(weights[name if model.adapter is None else lora_key(name)])
         optimizer.load_state_dict(saved.pop("optimizer"))
-    except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as e:
-        raise UserError(f"--resume: {folder} is not whole ({type(e).__name__}: {str(e).splitlines()[0][:200]})") from e
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as e:
+        raise UserError(f"--resume: {folder} is not whole ({type(e).__name__}: {' '.join(str(e).split())[:200]})") from e
     return saved

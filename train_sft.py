@@ -32,7 +32,8 @@ def get_args(argv=None):
     p.add_argument("--valid", default=None, help="rows of the same form whose loss is measured (default: none)")
     p.add_argument("--valid-every", type=number(int, 0), default=25, help="steps between these losses (0: last only)")
     p.add_argument("--max-steps", type=number(int, 0), default=None, help="optimizer steps in all (default: --epochs)")
-    p.add_argument("--epochs", type=number(float, high=1e6, above=0), default=1.0, help="passes over the rows, if no --max-steps")
+    p.add_argument("--epochs", type=number(float, high=1e6, above=0), default=1.0,
+                   help="passes over the rows, if no --max-steps")
     p.add_argument("--rows-per-step", type=number(int, 1), default=64, help="rows a step")
     p.add_argument("--max-length", type=number(int, 2), default=1024, help="tokens of a row; a longer row is dropped")
     p.add_argument("--min-answer", type=number(int, 0), default=0, help="tokens of an answer; a shorter one is dropped")

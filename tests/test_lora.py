@@ -515,6 +515,16 @@ def test_an_adapter_of_no_numbers_is_refused(value, said, saved, tmp_path):
         load_adapter(tiny_model(), folder)
 
 
+def test_a_resume_pt_that_is_empty_or_something_else_is_refused(tmp_path):
+    model = with_adapter(tiny_model())
+    optimizer = common.make_optimizer(model, 1e-3)
+    save_checkpoint(tmp_path / "c", model, tiny_tokenizer(), optimizer, {"step": 1})
+    for write in (lambda path: path.write_bytes(b""), lambda path: torch.save([1], path)):
+        write(tmp_path / "c" / "resume.pt")
+        with pytest.raises(UserError, match="is not whole"):
+            load_checkpoint(tmp_path / "c", model, optimizer)
+
+
 def test_a_rank_above_every_layer_is_refused():
     for rank in (10 ** 6, 10 ** 30):
         with pytest.raises(UserError, match=f"--lora-rank {rank}: no adapted layer has more than"):

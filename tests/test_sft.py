@@ -180,8 +180,8 @@ def test_half_a_surrogate_pair_and_a_role_that_the_template_refuses_are_named_wi
         path.write_text(json.dumps(BOOK) + "\n" + text + "\n")
         with pytest.raises(common.UserError, match=":2: .*half of a surrogate pair"):
             common.read_rows(path, sft.check_row)
-    (tmp_path / "roles.jinja").write_text("{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tool') }}"
-                                          "{% endif %}{{ m.content }}{% endfor %}")
+    (tmp_path / "roles.jinja").write_text("{% for m in messages %}{% if m.role == 'tool' %}"
+                                          "{{ raise_exception('no tool') }}{% endif %}{{ m.content }}{% endfor %}")
     rows = [BOOK, {"messages": [{"role": "tool", "content": "2?"}, says("5")]}]
     refused(run(*flags(tmp_path / "run", guesser, tasks, rows, "--template", tmp_path / "roles.jinja")), "row 2",
             "no tool")
