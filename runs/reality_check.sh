@@ -9,6 +9,10 @@
 #   MODEL=runs/warm/checkpoint LORA_LR=2e-4 VARIANTS=lora SEEDS=0 OUT=runs/reality_135m bash runs/reality_check.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
+for stage in "$@"; do   # all of them, before the first one starts
+    case "$stage" in tune | margin | grpo | teacher | distil | report) ;;
+        *) echo "no stage $stage; there is tune, margin, grpo, teacher, distil, report" >&2; exit 2 ;; esac
+done
 
 # Chosen on seed 100 before the margin was written (labbook runs tune-*): the highest sampled pass@1 over both families at
 # which greedy does not fall
@@ -20,6 +24,10 @@ TUNE_LORA=${TUNE_LORA:-1e-4 3e-4 1e-3 3e-3} TUNE_FULL=${TUNE_FULL:-1e-5 3e-5 1e-
 TEACHER=${TEACHER:-$OUT/teacher/checkpoint} PORT=${PORT:-8008} ATTEMPTS=${ATTEMPTS:-4}
 export OUT LABBOOK GPUS OMP_NUM_THREADS=$THREADS
 mkdir -p "$OUT"
+exec 9> "$OUT/.lock"   # its runs hold it too: a second start would clear away the folders that they write to
+if command -v flock > /dev/null && ! flock -n 9; then
+    echo "OUT=$OUT is in use by another start, or by a run that it left behind: wait for its end" >&2; exit 2
+fi
 
 # the same for every run: 240 problems, 60 + 60 held out, 32 answers an optimizer step (4 problems x 8); xargs reads
 # these lines, and takes a quoted path with spaces as one word
@@ -78,7 +86,7 @@ listens() { (exec 3<> "/dev/tcp/127.0.0.1/$PORT") 2> /dev/null; }
 
 serve() {   # returns when the teacher answers: its start is not on the budget
     if listens; then echo "port $PORT is in use, by another teacher maybe: set PORT" >&2; return 1; fi
-    python data/distil/serve.py --model "$TEACHER" --port "$PORT" --device "$DEVICE" > "$OUT/serve.log" 2>&1 &
+    python data/distil/serve.py --model "$TEACHER" --port "$PORT" --device "$DEVICE" > "$OUT/serve.log" 2>&1 9>&- &
     server=$!
     until listens; do
         kill -0 "$server" 2> /dev/null || { tail -n 1 "$OUT/serve.log" >&2; return 1; }

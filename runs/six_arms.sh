@@ -11,6 +11,9 @@
 # One line a run is below; then: python report.py --runs runs/six_arms runs/six_arms/untrained-again.json
 set -euo pipefail
 cd "$(dirname "$0")/.."
+for s in "$@"; do
+    case "$s" in "" | *[!0-9\ ]*) echo "seed '$s' is not a whole number; the arguments are seeds" >&2; exit 2 ;; esac
+done
 
 # The learning rate of each family, chosen on seed 100 before the study, among 1e-5, 3e-5 and 1e-4 (100 steps, this pool,
 # labbook runs rft-*, opd-*, grpo-*): the highest sampled pass@1 at which greedy does not fall. At 1e-4 GRPO and RFT lose
@@ -23,6 +26,10 @@ JOBS=${JOBS:-2} THREADS=${THREADS:-1} DEVICE=${DEVICE:-auto} GPUS=${GPUS:-}
 CANDIDATES=${CANDIDATES:-2000} SCREEN=${SCREEN:---limit $CANDIDATES} EVAL=${EVAL:---limit 100} MORE=${MORE:-}
 export OUT LABBOOK GPUS OMP_NUM_THREADS=$THREADS
 mkdir -p "$OUT"
+exec 9> "$OUT/.lock"   # its runs hold it too: a second start would clear away the folders that they write to
+if command -v flock > /dev/null && ! flock -n 9; then
+    echo "OUT=$OUT is in use by another start, or by a run that it left behind: wait for its end" >&2; exit 2
+fi
 
 # problems: for the generated task more than its files of first use hold (they begin with the same ones)
 TASKS=()

@@ -170,3 +170,23 @@ def test_six_arms_give_every_run_the_same_budget_and_pool(lab):
     call = json.loads(same.pop())
     assert value(call, "--pool") == "runs/six arms/pool.jsonl" and value(call, "--slots") == "8"
     assert value(call, "--seed") == "5" and value(call, "--tasks-dir") == "runs/six arms/tasks"
+
+
+@pytest.mark.parametrize("script, stages, word", [
+    ("reality_check.sh", ["margin", "grop"], "no stage grop"), ("reality_check.sh", ["--help"], "no stage --help"),
+    ("six_arms.sh", ["--help"], "seed '--help'"), ("six_arms.sh", ["0", "x"], "seed 'x'")])
+def test_a_mistake_is_refused_before_anything_is_run_or_written(script, stages, word, lab):
+    got = lab.start(script, *stages, OUT="runs/out")
+    assert got.returncode == 2 and word in got.stderr and len(got.stderr.splitlines()) == 1
+    assert lab.calls() == [] and not (lab.folder / "runs/out").exists()
+
+
+@pytest.mark.skipif(not shutil.which("flock"), reason="needs Linux")
+@pytest.mark.parametrize("script", ["reality_check.sh", "six_arms.sh"])
+def test_a_second_start_at_once_is_refused(script, lab):
+    import fcntl
+    (lab.folder / "runs/out").mkdir()
+    with open(lab.folder / "runs/out/.lock", "w") as held:   # as the first start holds it
+        fcntl.flock(held, fcntl.LOCK_EX)
+        got = lab.start(script, OUT="runs/out")
+    assert got.returncode == 2 and "is in use by another start" in got.stderr and lab.calls() == []
