@@ -26,7 +26,7 @@ from launch import refused, run, start
 import common
 import envs
 
-PREPARE, KEY = "data/distil/prepare.py", "sk-secret-0123456789"
+PREPARE, KEY = "data/distil/prepare.py", "sk-secret/0123456789"
 
 
 def load(name):
@@ -310,6 +310,73 @@ def test_a_server_that_hangs_is_left_after_the_timeout(fake, tasks):
 # ----------------------------------------------------------------------------------------------------------------------
 # Faults that stay: one sentence, the exit code, and what was kept
 
+@contextlib.contextmanager
+def raw_server(say):
+    """A server that reads a request's beginning and leaves the rest to say(connection)."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def one(connection):
+        with contextlib.suppress(OSError), connection:
+            connection.recv(1 << 16)
+            say(connection)
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=one, args=(server.accept()[0],), daemon=True).start()
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 500 no\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_a_server_that_sends_a_byte_now_and_then_is_left_too(head, tasks):
+    def trickle(connection):
+        connection.sendall(head)
+        while True:
+            connection.sendall(b"a")
+            time.sleep(0.05)
+    with raw_server(trickle) as url:
+        began = time.monotonic()
+        refused(run(*flags(url, tasks, "--timeout", 0.5, "--retries", 0)), "failed", "500" if b"500" in head else
+                "no reply within --timeout 0.5 s", code=1)
+        assert time.monotonic() - began < 20
+
+
+def test_a_reply_that_is_nested_too_deep_is_a_fault(fake, tasks):
+    deep = lambda body, n: (200, {}, reply(right(body)).replace('"big"', "[" * 600 + "]" * 600))  # noqa: E731
+    refused(run(*flags(fake(deep).url, tasks, "--retries", 0)), "nested 60", code=1)
+
+
+def test_files_that_someone_edited_are_named_and_left_as_they_are(fake, tasks):
+    server = fake()
+    ask(server.url, tasks)
+    replies, state = tasks.parent / "out" / "replies.jsonl", tasks.parent / "out" / "state.json"
+    lines, settings = replies.read_bytes().split(b"\n"), state.read_text()
+    for bad, word in [(b"{", "replies.jsonl:2"), (b"[]", "replies.jsonl:2"), (b'{"id": "x"}', "`"),
+                      (b"\xff", "not what"),
+                      (lines[1].replace(b'"right"', b'"wrong"'), "`right`"), (b"[" * 9999, "replies.jsonl:2")]:
+        replies.write_bytes(b"\n".join([lines[0], bad, *lines[2:-1], b'{"torn']))
+        before = replies.read_bytes()
+        refused(run(*flags(server.url, tasks)), word)
+        assert replies.read_bytes() == before
+    replies.write_bytes(b"\n".join(lines))
+    for bad in ("[]", "{", '{"settings": []}', json.dumps(json.loads(settings) | {"wall_s": "9"})):
+        state.write_text(bad)
+        refused(run(*flags(server.url, tasks)), "state.json: not what this script writes")
+    state.write_text(settings)
+    assert "nothing is left to ask" in ask(server.url, tasks).stdout
+    # a kill before the first state.json leaves an empty file, which is nobody's
+    replies.write_bytes(b"")
+    for path in (tasks.parent / "out").iterdir():
+        if path != replies:
+            path.unlink()
+    ask(server.url, tasks)
+
+
 def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -490,6 +557,33 @@ def test_the_key_is_sent_and_never_written(where, fake, tasks):
     got = ask(server.url, tasks, *(["--api-key", KEY] if where == "flag" else []),
               env={"OPENAI_API_KEY": KEY} if where == "environment" else {})
     assert {s["key"] for s in server.seen} == {f"Bearer {KEY}"} and len(server.seen) == 9
+    nothing_holds_the_key(tasks.parent, got)
+
+
+@pytest.mark.parametrize("answer", [
+    lambda text: (200, {}, reply(text + " " + KEY).replace("sk-", "\\u0073k-")),
+    lambda text: (200, {}, reply(text + " " + KEY).replace("/", "\\/")),
+    lambda text: (401, {}, json.dumps({"error": {"message": KEY}}).replace("/", "\\/")),
+    lambda text: (500, {}, "{" + KEY.replace("/", "\\/")), lambda text: (500, {}, "x" * ((1 << 16) - 9) + KEY)])
+def test_a_key_that_the_server_spells_otherwise_is_found(answer, fake, tasks):
+    got = run(*flags(fake(lambda body, n: answer(right(body))).url, tasks, "--retries", 0), env={"OPENAI_API_KEY": KEY})
+    nothing_holds_the_key(tasks.parent, got)
+    assert KEY[3:] not in (tasks.parent / "out" / "replies.jsonl").read_text()
+    assert KEY[:9] not in (tasks.parent / "out" / "replies.jsonl").read_text()
+
+
+def test_a_key_in_the_reason_of_a_status_is_hidden(tasks):
+    with raw_server(lambda c: c.sendall(f"HTTP/1.1 401 no {KEY}\r\nContent-Length: 0\r\n\r\n".encode())) as url:
+        got = run(*flags(url, tasks), env={"OPENAI_API_KEY": KEY})
+    refused(got, "refuses the key", "[key]")
+    nothing_holds_the_key(tasks.parent, got)
+
+
+@pytest.mark.parametrize("more", [["--extra", json.dumps({"token": KEY})], ["--notes", f"with {KEY}"],
+                                  ["--teacher-model", KEY], ["--base-url", f"http://127.0.0.1:1/{KEY}/v1"]])
+def test_a_key_in_another_flag_is_refused(more, tasks):
+    got = run(*flags("http://127.0.0.1:9/v1", tasks, *more), env={"OPENAI_API_KEY": KEY})
+    refused(got, more[0], "holds the API key")
     nothing_holds_the_key(tasks.parent, got)
 
 

@@ -25,6 +25,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -90,7 +91,7 @@ def get_args(argv=None):
     if not args.teacher_model:
         p.error("--teacher-model NAME is needed, the name under which the server knows it")
     parts = urlsplit(args.base_url)
-    if parts.username is not None or parts.password is not None or parts.query:
+    if "@" in args.base_url or parts.query:   # an unquoted / in a password hides it from urlsplit
         p.error(f"--base-url holds a password or a query, and it is recorded: give the key in {KEY}")
     try:
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:   # .port may raise
@@ -131,49 +132,94 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
+timers = threading.local()   # .own: cuts this thread's request
+
+
+def cut(sock):
+    try:
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)   # also below TLS; whoever reads from it sees its end
+    except OSError:
+        pass   # it is closed
+
+
+def bounded(kind):
+    """A connection that is cut when its timeout is over: a socket's own never fires where a byte comes a second."""
+    class Bounded(kind):
+        def connect(self):
+            super().connect()
+            timers.own = threading.Timer(self.timeout, cut, [self.sock])
+            timers.own.daemon = True
+            timers.own.start()
+    return Bounded
+
+
+class Plain(urllib.request.HTTPHandler):
+    def http_open(self, request):
+        return self.do_open(bounded(http.client.HTTPConnection), request)
+
+
+class Secure(urllib.request.HTTPSHandler):
+    def https_open(self, request):
+        return self.do_open(bounded(http.client.HTTPSConnection), request)
+
+
 class Client:
     """POSTs to one server. Every text that comes back has the key cut out before anyone sees it."""
 
     def __init__(self, base_url, key, timeout):
         self.url, self.key, self.timeout = base_url.rstrip("/") + "/chat/completions", key, timeout
         loopback = urlsplit(base_url).hostname in ("localhost", "127.0.0.1", "::1")   # no proxy stands before those
-        self.opener = urllib.request.build_opener(NoRedirect, *[urllib.request.ProxyHandler({})] * loopback)
+        direct = [urllib.request.ProxyHandler({})] * loopback
+        self.opener = urllib.request.build_opener(NoRedirect, Plain, Secure, *direct)
 
     def hide(self, text):
-        return text.replace(self.key, "[key]") if len(self.key) >= 8 else text   # "EMPTY" and the like are no secret
+        if len(self.key) < 8:   # "EMPTY" and the like are no secret
+            return text
+        text = text.replace(self.key, "[key]").replace(self.key.replace("/", "\\/"), "[key]")
+        try:   # JSON may spell it with escapes, \u0073k-...
+            plain = json.dumps(json.loads(text), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            return text
+        inside = json.dumps(self.key)[1:-1]
+        return plain.replace(inside, "[key]") if inside in plain else text
 
     def post(self, payload):
         """-> the reply's body as text, or Fault."""
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
         request = urllib.request.Request(self.url, json.dumps(payload).encode(), headers, method="POST")
-        deadline = time.monotonic() + self.timeout   # a socket's own timeout never fires where a byte comes a second
+        deadline, timers.own = time.monotonic() + self.timeout, None
         try:
             with self.opener.open(request, timeout=self.timeout) as reply:
                 body = b""
                 while chunk := reply.read1(1 << 16):
                     body += chunk
-                    if time.monotonic() > deadline:
-                        raise TimeoutError("timed out")
                     if len(body) > LARGEST:
                         raise Fault(f"the reply is longer than {LARGEST:,} bytes")
+                if time.monotonic() > deadline:   # the connection was cut, maybe within the headers
+                    raise TimeoutError("timed out")
                 expected = reply.headers.get("Content-Length")
-                if expected is not None and expected.isdigit() and len(body) < int(expected):
+                if expected is not None and expected.isdecimal() and len(body) < int(expected):
                     raise Fault(f"the reply broke off after {len(body):,} of {int(expected):,} bytes")
         except urllib.error.HTTPError as e:
             with e:
                 try:
-                    detail = self.hide(e.read(1 << 16).decode(errors="replace"))
+                    # that much more: a key at the end is whole, and found
+                    detail = self.hide(e.read((1 << 16) + len(self.key)).decode(errors="replace"))[:1 << 16]
                 except (OSError, http.client.HTTPException):
                     detail = ""
-            raise Fault(f"HTTP {e.code} {said(detail) or e.reason}", again=e.code in AGAIN or e.code >= 500,
-                        status=e.code, wait=retry_after(e.headers.get("Retry-After")), raw=detail) from None
+            again = e.code in AGAIN or e.code >= 500
+            raise Fault(f"HTTP {e.code} {said(detail) or self.hide(str(e.reason))}", again, status=e.code,
+                        wait=retry_after(e.headers.get("Retry-After")), raw=detail) from None
         except (OSError, http.client.HTTPException) as e:   # URLError, a reset and a timeout are OSErrors
             reason = getattr(e, "reason", e)
-            if isinstance(reason, TimeoutError) or "timed out" in str(reason):
+            if isinstance(reason, TimeoutError) or "timed out" in str(reason) or time.monotonic() > deadline:
                 raise Fault(f"no reply within --timeout {self.timeout:g} s") from None
             broken = isinstance(reason, (ConnectionResetError, BrokenPipeError, http.client.HTTPException))
             text = self.hide(" ".join(str(reason).split())) or type(reason).__name__
             raise Fault(text, dead=not broken) from None
+        finally:
+            if timers.own is not None:
+                timers.own.cancel()
         return self.hide(body.decode(errors="replace"))
 
 
@@ -200,6 +246,15 @@ def retry_after(text):
         return 0.0
 
 
+def depth(x):
+    """How deep lists and dicts are nested."""
+    level, count = [x], -1
+    while level:
+        level = [v for y in level if isinstance(y, (dict, list)) for v in (y.values() if isinstance(y, dict) else y)]
+        count += 1
+    return count
+
+
 def read_reply(body):
     """A body -> {"text", "finish", "tokens_in", "tokens_out" (None without usage), "reply"}; Fault where it is none."""
     try:
@@ -207,6 +262,8 @@ def read_reply(body):
         reply = json.loads(json.dumps(json.loads(body), ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError) as e:
         raise Fault(f"the reply is not JSON ({e}): {body[:60]!r}", raw=body) from None
+    if depth(reply) > 100:   # what walks it later would not come back
+        raise Fault(f"the reply is nested {depth(reply)} deep: {body[:60]!r}", raw=body)
     try:
         choice = reply["choices"][0]
         text = choice["message"].get("content") or ""
@@ -224,6 +281,21 @@ def read_reply(body):
 # ----------------------------------------------------------------------------------------------------------------------
 # What is kept: replies.jsonl and state.json
 
+def check_line(line):
+    """A line of replies.jsonl; ValueError for one that this script has not written."""
+    if not isinstance(line, dict):
+        raise ValueError("no JSON object")
+    kinds = {"id": str, "at": (int, float)}
+    if "text" in line:
+        kinds |= {"text": str, "right": bool, "lenient": bool, "reply": dict, "tokens_in": (int, type(None)),
+                  "tokens_out": (int, type(None)), "answer": (str, int, type(None)), "finish": object}
+    else:
+        kinds |= {"fault": str}
+    for name, kind in kinds.items():
+        if name not in line or not isinstance(line[name], kind):
+            raise ValueError(f"its `{name}` is {str(line.get(name, 'missing'))[:60]!r}")
+
+
 class Ledger:
     """The folder of one distillation. Two starts at once, and a start with other settings, are refused."""
 
@@ -231,7 +303,8 @@ class Ledger:
         self.folder, self.state = folder, folder / "state.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            seen = sorted(p.name for p in folder.iterdir() if p.suffix == ".jsonl" or p.name == "prepared.json")
+            seen = sorted(p.name for p in folder.iterdir() if (p.suffix == ".jsonl" or p.name == "prepared.json")
+                          and p.stat().st_size)   # an empty one was left by a kill at the very start
         except OSError as e:
             raise UserError(f"--output-dir {folder}: cannot be made ({e.strerror})") from e
         self.wall_s, self.recorded = 0.0, None
@@ -245,7 +318,9 @@ class Ledger:
                                         f"{', '.join('--' + x.replace('_', '-') for x in MAY_CHANGE)}); take another "
                                         f"--output-dir")
                 self.wall_s, self.recorded = old["wall_s"], old["recorded"]
-            except (ValueError, KeyError, AttributeError) as e:
+                if type(self.wall_s) not in (int, float) or not 0 <= self.wall_s < 1e12:
+                    raise ValueError
+            except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
                 raise UserError(f"{self.state}: not what this script writes ({type(e).__name__}); take another "
                                 f"--output-dir") from e
         elif seen:
@@ -259,8 +334,16 @@ class Ledger:
         self.file.seek(0)
         text = self.file.read()
         whole = text[:text.rfind(b"\n") + 1]   # a kill while the line was written leaves a torn one: it was never kept
+        self.lines = []
+        for i, line in enumerate(whole.split(b"\n"), 1):
+            try:
+                if line:
+                    self.lines.append(json.loads(line))
+                    check_line(self.lines[-1])
+            except (ValueError, RecursionError) as e:
+                raise UserError(f"{folder / 'replies.jsonl'}:{i}: not what this script writes ({e}); take the line out "
+                                f"or take another --output-dir") from e
         self.file.truncate(len(whole))
-        self.lines = [json.loads(line) for line in whole.split(b"\n") if line]
         self.wall_s = max([self.wall_s] + [line["at"] for line in self.lines])
         self.save(self.wall_s)
 
@@ -565,12 +648,17 @@ def main(argv=None):
     if all((path.parent / f"{s}.jsonl").exists() for s in task.splits):
         envs.check_apart(rows, path, task)   # what is evaluated must not be trained on
     common.check_writable(args.labbook)
+    client = Client(args.base_url, key, args.timeout)
+    for name in ("base_url", "teacher_model", "extra", "tasks", "output_dir", "labbook", "notes"):
+        if client.hide(str(getattr(args, name))) != str(getattr(args, name)):
+            raise UserError(f"--{name.replace('_', '-')} holds the API key, and it is recorded: leave it to {KEY}, "
+                            f"which is sent and not written")
     source = {"path": common.short_path(path), "sha256": common.sha256_file(path), "rows": len(rows)}
     settings = {"tasks": source["sha256"], **{k: getattr(args, k) for k in (
         "task", "teacher_model", "attempts", "temperature", "max_tokens", "extra", "keep_wrong", "valid_fraction",
         "seed")}}
     ledger = Ledger(args.output_dir, settings)
-    asker = Asker(args, task, rows, ledger, Client(args.base_url, key, args.timeout))
+    asker = Asker(args, task, rows, ledger, client)
     print(f"{len(rows)} problems of {path}; teacher {args.teacher_model} at {args.base_url}; at most "
           f"{args.concurrency} requests in flight; {len(ledger.lines)} requests and {ledger.wall_s:.0f} s stand in "
           f"{args.output_dir}")
