@@ -861,7 +861,10 @@ class Run:
     def resumes_at(self, step, steps):
         """The checkpoint's step, where there is something left to do; else a UserError, before anything is written."""
         final = self.folder / "final.json"
-        ended = final.exists() and json.loads(final.read_text(encoding="utf-8")).get("status") == "ok"
+        try:
+            ended = final.exists() and json.loads(final.read_text(encoding="utf-8")).get("status") == "ok"
+        except (ValueError, AttributeError) as e:
+            raise UserError(f"{final}: not the record of a run ({type(e).__name__}); take it away to go on") from e
         if step > steps or (step == steps and ended):
             raise UserError(f"--resume {self.folder}: its checkpoint is at step {step}, and --max-steps is {steps}: "
                             f"nothing is left to do (a larger --max-steps goes on)")

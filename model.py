@@ -803,5 +803,6 @@ def load_checkpoint(folder, model, optimizer):
                     p.copy_(weights[name if model.adapter is None else lora_key(name)])
         optimizer.load_state_dict(saved.pop("optimizer"))
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as e:
-        raise UserError(f"--resume: {folder} is not whole ({type(e).__name__}: {' '.join(str(e).split())[:200]})") from e
+        reason = " ".join(str(e).split())[:200]
+        raise UserError(f"--resume: {folder} is not whole ({type(e).__name__}: {reason})") from e
     return saved
