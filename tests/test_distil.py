@@ -675,6 +675,7 @@ def test_serve_answers_a_plain_client(served, guesser):
 
 @pytest.mark.parametrize("change, status, word", [
     ({"model": "big"}, 404, "'tiny'"), ({"messages": []}, 400, "messages"), ({"temperature": "1"}, 400, "temperature"),
+    ({"temperature": 1e-300}, 400, "temperature must"),
     ({"top_p": 0.9}, 400, "top_p"), ({"stream": True}, 400, "stream"), ({"n": 0}, 400, "n must be"),
     ({"max_tokens": True}, 400, "max_tokens"), ({"stop": [""]}, 400, "stop"), ({"wings": 2}, 400, "wings"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "context is 512")])
@@ -685,6 +686,25 @@ def test_serve_refuses_in_the_words_of_the_api(change, status, word):
         serve.read_request(json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "5?"}]} | change),
                            "tiny", tiny_tokenizer(), 512)
     assert e.value.status == status
+
+
+def test_an_empty_host_is_refused(capsys):
+    with pytest.raises(SystemExit) as e:
+        load("serve").get_args(["--host", ""])
+    assert e.value.code == 2 and "--host is empty" in capsys.readouterr().err
+
+
+def test_a_length_in_superscript_is_refused_like_any_other():
+    handler = load("serve").make_handler("tiny", None, 512, None)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        with socket.create_connection(server.server_address, timeout=20) as client:
+            client.sendall("POST /v1/chat/completions HTTP/1.1\r\nContent-Length: \u00b2\r\n\r\n".encode("latin-1"))
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 400")
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_requests_that_wait_together_are_one_call(guesser):

@@ -44,7 +44,11 @@ def get_args(argv=None):
     p.add_argument("--device", default="auto", help="cuda, mps, cpu, or auto: the first that is there")
     p.add_argument("--precision", default="auto", choices=["auto", "fp32", "bf16"],
                    help="dtype of the products (auto: bf16 on cuda, fp32 elsewhere)")
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    for name in ("model", "name", "host"):
+        if getattr(args, name) == "":   # a shell variable that was not set; an empty host is every address there is
+            p.error(f"--{name} is empty")
+    return args
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -81,8 +85,8 @@ def read_request(body, name, tokenizer, context):
         if value is not None and (type(value) is not int or not low <= value <= high):
             raise Refused(400, f"{key} must be a whole number from {low} to {high}, got {value!r}")
     temperature = r.get("temperature", 1.0)
-    if type(temperature) not in (int, float) or not 0 <= temperature < 1e3:
-        raise Refused(400, f"temperature must be a number from 0 on, got {temperature!r}")
+    if type(temperature) not in (int, float) or not (temperature == 0 or 1e-6 <= temperature < 1e3):
+        raise Refused(400, f"temperature must be 0 or a number from 1e-6 to 1000, got {temperature!r}")
     if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):
         raise Refused(400, f"stop must be a text or a list of texts, got {stop!r}")
     try:
@@ -174,7 +178,7 @@ def make_handler(name, tokenizer, context, waiting):
 
         def do_POST(self):
             size = self.headers.get("Content-Length", "")
-            if not size.isdigit() or int(size) > 1 << 24:
+            if not size.isdecimal() or int(size) > 1 << 24:
                 self.close_connection = True   # the body stays unread, so nothing can follow it
                 return self.refuse(400, "a request needs a Content-Length of at most 16 MiB")
             body = self.rfile.read(int(size))
