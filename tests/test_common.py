@@ -1219,3 +1219,10 @@ def test_devices_and_precisions():
     cpu = common.pick_device("cpu")
     assert common.pick_precision("auto", cpu) == torch.float32 and common.pick_precision("bf16", cpu) == torch.bfloat16
     assert common.pick_precision("auto", torch.device("cuda")) == torch.bfloat16
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\x00"])
+def test_a_final_json_that_is_no_record_is_named_at_a_resume(text, tmp_path):
+    (tmp_path / "final.json").write_text(text)
+    with pytest.raises(UserError, match="final.json: not the record of a run"):
+        common.Run.resumes_at(SimpleNamespace(folder=tmp_path), 1, 2)
