@@ -134,5 +134,5 @@ report() {   # a run that failed or was killed has a config.json too, and stays 
 }
 
 for stage in ${*:-margin grpo teacher distil report}; do
-    case "$stage" in tune | margin | grpo | teacher | distil | report) "$stage" ;; *) echo "no stage $stage"; exit 2 ;; esac
+    "$stage"
 done
