@@ -408,9 +408,14 @@ def init_weights(model, seed):
 
 def find_folder(name):
     """A folder in Hugging Face format, or a hub id that is downloaded (once) -> Path of the folder."""
-    path = Path(name)
+    name, path = str(name), Path(name)
     for folder in (path, ROOT / name):   # the second: data/tiny from any working directory
         if folder.is_dir():
+            if (folder / "checkpoint").is_dir() and not (folder / "model.safetensors").exists():   # a run folder
+                adapted = folder / "checkpoint" / "adapter_config.json"
+                base = read_json(adapted).get("base_model_name_or_path") if adapted.exists() else None
+                raise UserError(f"--model {name}: a run folder; give " + (
+                    f"--model {base} --adapter {name}" if base else f"--model {name.rstrip('/')}/checkpoint"))
             if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
                 base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
                 raise UserError(f"--model {name}: holds an adapter and no model; give --model {base} --adapter {name}")

@@ -700,6 +700,8 @@ def test_wrong_commands_are_one_line(sft_run, guesser, tasks, tmp_path):
             (["--adapter", "nowhere"], ["--adapter nowhere", "adapter_config.json"]),
             (["--adapter", ""], ["--adapter is empty"]),
             (["--model", sft / "checkpoint"], ["holds an adapter", f"--model {guesser} --adapter"]),
+            (["--model", sft], ["a run folder", f"--model {guesser} --adapter {sft}"]),
+            (["--model", tmp_path / "full"], ["a run folder", f"--model {tmp_path}/full/checkpoint"]),
             (["--lora-alpha", 4], ["--lora-alpha is read only with --lora-rank"]),
             (["--lora-targets", "q_proj"], ["--lora-targets is read only with --lora-rank"]),
             (["--lora-rank", 4, "--lora-targets", "head"], ["--lora-targets head", "q_proj"]),
