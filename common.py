@@ -226,6 +226,9 @@ def parse_args(parser, argv=None, presets=None):
             known = {k: v for k, v in config.items() if k in known}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             parser.error(f"--resume {early.resume}: no run folder with a config.json ({type(e).__name__}: {e})")
+        copies = [p.name for p in Path(early.resume).glob("*.py")]   # the run's own copy of its script
+        if copies and Path(sys.argv[0]).name not in copies:
+            parser.error(f"--resume {early.resume}: it is a run of another script, {copies[0]}")
         parser.set_defaults(**known)
     for action in parser._actions:
         if action.choices and known.get(action.dest) not in (None, *action.choices):
@@ -925,8 +928,8 @@ class Run:
                  f"{v['before']['greedy']:.3f} -> {v['after']['greedy']:.3f})"
                  for s, v in self.scores.items() if "before" in v and "after" in v]
         said = "; ".join(pairs + ([summary] if summary else [])) or "done"
-        print(f"{self.stopped + ', all saved: ' if self.stopped else ''}{said}  {self.wall_s():.0f} s  "
-              f"run folder {self.folder}")
+        saved = f"{self.stopped}, all saved, --resume goes on: " if self.stopped else ""
+        print(f"{saved}{said}  {self.wall_s():.0f} s  run folder {self.folder}")
         sys.exit({None: 0, "SIGINT": 130, "SIGTERM": 143}[self.stopped])
 
     def fail(self, text, trace):

@@ -249,7 +249,8 @@ def test_resume_of_a_broken_checkpoint_writes_nothing(finished, tmp_path, fault)
 
 
 def test_resume_of_another_scripts_run_is_refused(finished):
-    refused(resume(finished, "--max-steps", 3, script="train_rft.py"), "another script")
+    for script in ("train_rft.py", "train_sft.py"):   # with this script's flags, and without
+        refused(resume(finished, "--max-steps", 3, script=script), "another script", "train_grpo.py")
 
 
 @pytest.mark.parametrize("what", ["model", "tasks", "script"])
