@@ -582,6 +582,11 @@ def blame(fault, asker, kept):
     return kind(f"{a.base_url} failed {asker.dry} requests in a row, the last with: {fault}{rest}")
 
 
+def last_fault(ledger):
+    faults = [line["fault"] for line in ledger.lines if line.get("fault")]
+    return f", the last fault: {faults[-1]}" if faults else ""
+
+
 def write_books(args, rows, ledger):
     """train.jsonl and valid.jsonl of what is kept -> [{"path", "rows", "sha256"}], empty where there is no row."""
     train, valid = split(choose(rows, ledger.replies(), args.keep_wrong), args.valid_fraction, args.seed)
@@ -698,7 +703,7 @@ def main(argv=None):
     if not written and not stopped:
         if not scores["replies"]:
             raise RunError(f"the budget of {args.budget_seconds:g} s ran out before the first answer came "
-                           f"({len(ledger.lines)} requests)" if asker.end == "budget" else
+                           f"({len(ledger.lines)} requests{last_fault(ledger)})" if asker.end == "budget" else
                            f"none of {len(ledger.lines)} requests was answered, the last with: "
                            f"{ledger.lines[-1]['fault']}")
         raise RunError(f"the teacher {args.teacher_model} solved none of the {len(ledger.replies())} problems "
