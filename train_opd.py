@@ -66,7 +66,7 @@ def get_args(argv=None):
     p.add_argument("--stop", nargs="*", default=[], help="strings that end an answer, besides the model's end tokens")
     p.add_argument("--temperature", type=number(float, above=0), default=1.0, help="of sampling and log-probs")
     p.add_argument("--slots", type=number(int, 1), default=64, help="sequences decoded at once")
-    p.add_argument("--lr", type=number(float, 0), default=None, help="learning rate (default: for data/tiny only)")
+    p.add_argument("--lr", type=number(float, 0), default=None, help="learning rate (data/tiny: 3e-5, SFT 1e-3)")
     p.add_argument("--warmup", type=number(int, 0), default=5, help="steps of linear warm-up")
     p.add_argument("--schedule", default="constant", choices=["constant", "linear", "cosine"], help="after warm-up")
     p.add_argument("--grad-clip", type=number(float, above=0), default=1.0, help="largest norm of the gradient")
@@ -192,6 +192,7 @@ if __name__ == "__main__":
         for update in range(args.updates_per_rollout):
             sums = {}
             for group in common.micro_batches(told.length, range(rows_a_step), args.micro_batch_tokens):
+                # rows without padding: ids (T,), and of the P trained tokens: where it is scored, target, row, col
                 p = common.pack_rows(r.ids, r.mask, r.length, group, device)
                 q = common.pack_rows(told.ids, told.mask, told.length, group, device)
                 assert torch.equal(p.targets, q.targets)   # the same tokens in the same order
@@ -203,7 +204,7 @@ if __name__ == "__main__":
                     hidden, model.head_weight, p.targets, lambda z, at: opd_loss(
                         z, common.output_logits(hidden_start[at], start.head_weight) / args.temperature,
                         p.targets[at], sampler[at], rows_a_step), args.temperature, full=True)
-                hidden.backward(grad)
+                hidden.backward(grad)   # the head is done: from here through the body
                 for k, v in part.items():
                     sums[k] = sums.get(k, 0) + float(v)
             grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip))

@@ -79,7 +79,7 @@ def get_args(argv=None):
     p.add_argument("--stop", nargs="*", default=[], help="strings that end an answer, besides the model's end tokens")
     p.add_argument("--temperature", type=number(float, above=0), default=1.0, help="of sampling and log-probs")
     p.add_argument("--slots", type=number(int, 1), default=64, help="sequences decoded at once")
-    p.add_argument("--lr", type=number(float, 0), default=None, help="learning rate (default: for data/tiny only)")
+    p.add_argument("--lr", type=number(float, 0), default=None, help="learning rate (data/tiny: 3e-5, SFT 1e-3)")
     p.add_argument("--warmup", type=number(int, 0), default=5, help="steps of linear warm-up")
     p.add_argument("--schedule", default="constant", choices=["constant", "linear", "cosine"], help="after warm-up")
     p.add_argument("--grad-clip", type=number(float, above=0), default=1.0, help="largest norm of the gradient")
@@ -212,6 +212,7 @@ if __name__ == "__main__":
         for update in range(args.updates_per_rollout):
             sums = {}
             for group in common.micro_batches(r.length, rows, args.micro_batch_tokens):
+                # rows without padding: ids (T,), and of the P trained tokens: where it is scored, target, row, col
                 p = common.pack_rows(r.ids, r.mask, r.length, group, device)
                 b = Places(adv=flat_adv[p.row], weight=weight[p.row], sampler=common.at(r.logp, p))
                 hidden = model(p.ids, p.lengths)[p.where]                                    # (P, C)
@@ -226,7 +227,7 @@ if __name__ == "__main__":
                     grad, part = common.head_backward(
                         hidden, model.head_weight, p.targets, lambda logp, entropy, at: rft_loss(logp, at, b),
                         args.temperature)
-                hidden.backward(grad)
+                hidden.backward(grad)   # the head is done: from here through the body
                 for k, v in part.items():
                     sums[k] = sums.get(k, 0) + float(v)
             grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip))
