@@ -2,9 +2,11 @@
 # One step of every arm at the size and with the settings of --preset qwen-1.5b, on random weights of that shape, on one
 # large GPU. The answers are noise, so rewards are 0 and only opd and random_reward have a gradient.
 #   bash runs/preset_qwen_1_5b.sh            OUT: a folder with 25 GB free; LABBOOK, DEVICE as elsewhere
+#   bash runs/preset_qwen_1_5b.sh rft opd    these two alone
 # Needs data/gsm8k and data/math500 (their prepare.py).
 set -euo pipefail
 cd "$(dirname "$0")/.."
+ARMS=${*:-grpo penalty0.2 penalty0.5 rft braked rft_random opd random_reward}
 OUT=${OUT:-runs/preset_qwen_1_5b} LABBOOK=${LABBOOK:-labbook.md} DEVICE=${DEVICE:-auto}
 mkdir -p "$OUT"
 [ -e "$OUT/model/config.json" ] || python - "$OUT/model" <<'PY'
@@ -16,6 +18,7 @@ from model import new_model, save_model
 save_model(new_model(SHAPES["1.5b"], seed=0).to(torch.bfloat16), sys.argv[1], load_tokenizer("data/tiny"))
 PY
 once() {   # name, script, flags ...
+    case " $ARMS " in *" $1 "*) ;; *) return 0 ;; esac
     local folder=$OUT/qwen-1.5b-$1; shift
     grep -qs '"status": "ok"' "$folder/final.json" && return
     rm -rf "$folder"
