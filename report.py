@@ -786,7 +786,7 @@ def reconcile(prediction, record):
 
 def ledger(records):
     """-> rows of the prediction table, and one sentence."""
-    ends, own, started = {}, defaultdict(list), set()
+    ends, lessons, own, started = {}, {}, defaultdict(list), set()
     for i, r in enumerate(records):   # a later run of the same name, in another folder, has predictions of its own
         name = r.get("run_id")
         if r.get("kind") == "prediction":
@@ -798,14 +798,15 @@ def ledger(records):
             started.add(name)
         elif r.get("kind") == "run":
             ends.update({j: r for j in own[name]})
-    lessons = {r.get("run_id"): r.get("notes") for r in records if r.get("what") == "lesson"}
+        elif r.get("what") == "lesson":
+            lessons.update({j: r.get("notes") for j in own[name]})
     rows = []
     for i, p in ((i, r) for i, r in enumerate(records) if r.get("kind") == "prediction"):
         try:
             got = reconcile(common.parse_prediction(p["text"]), ends.get(i))
         except (UserError, KeyError) as e:
             got = {"outcome": "open", "value": None, "noise": 0.0, "noise_is": "", "why": f"not readable ({e})"}
-        lesson = lessons.get(p.get("run_id")) or ("a lesson is owed (--lesson)" if got["outcome"] == "miss" else "")
+        lesson = lessons.get(i) or ("a lesson is owed (--lesson)" if got["outcome"] == "miss" else "")
         rows.append([p.get("run_id"), p.get("text"), number_text(got["value"]), got["outcome"],
                      f"{got['noise']:.3g}, {got['noise_is']}", got.get("why") or lesson])
     count = Counter(r[3] for r in rows)

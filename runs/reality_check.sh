@@ -22,6 +22,7 @@ MODEL=${MODEL:-data/tiny} OUT=${OUT:-runs/reality} LABBOOK=${LABBOOK:-labbook.md
 SEEDS=${SEEDS:-0 1 2} VARIANTS=${VARIANTS:-lora full} STEPS=${STEPS:-120} JOBS=${JOBS:-2} THREADS=${THREADS:-1} GPUS=${GPUS:-}
 TUNE_LORA=${TUNE_LORA:-1e-4 3e-4 1e-3 3e-3} TUNE_FULL=${TUNE_FULL:-1e-5 3e-5 1e-4} TUNE_SFT=${TUNE_SFT:-1e-4 3e-4 1e-3}
 TEACHER=${TEACHER:-$OUT/teacher/checkpoint} PORT=${PORT:-8008} ATTEMPTS=${ATTEMPTS:-4}
+PREDICT=${PREDICT:-heldout-same.pass@1 >= 0.5}   # written down before each GRPO run
 export OUT LABBOOK GPUS OMP_NUM_THREADS=$THREADS
 mkdir -p "$OUT"
 exec 9> "$OUT/.lock"   # its runs hold it too: a second start would clear away the folders that they write to
@@ -67,7 +68,7 @@ margin() {   # one rule a family, older than the first result
 grpo() {
     for s in $SEEDS; do for v in $VARIANTS; do
         lr=$FULL_LR; [ "$v" = lora ] && lr=$LORA_LR
-        echo "$v-s$s $GRPO --seed $s $(flags "$v" "$lr") --predict \"heldout-same.pass@1 >= 0.5\""
+        echo "$v-s$s $GRPO --seed $s $(flags "$v" "$lr") --predict \"$PREDICT\""
     done; done | all
 }
 

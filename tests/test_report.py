@@ -429,6 +429,8 @@ def test_two_studies_with_runs_of_one_name_keep_their_predictions_and_margins_ap
             fake_run(tmp_path / study / "lora-s0", [(0, before), (20, after)], labbook=book, status=status)
     records = common.read_labbook(book)[0]
     assert [r[3] for r in report.ledger(records)[0]] == ["hit", "miss"]
+    report.add_lesson(str(book), "lora-s0: it was a larger model")
+    assert [r[5] for r in report.ledger(common.read_labbook(book)[0])[0]] == ["", "it was a larger model"]
     margins = {x: report.margin_for(records, "heldout-same", study_of(tmp_path / x)[0].find("grpo").runs)
                for x in ("toy", "large")}
     assert margins["toy"][0] is None and "younger than the run lora-s0" in margins["toy"][1]
