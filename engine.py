@@ -362,9 +362,9 @@ class Engine:
 
     def blocks(self, ids, pos, rows, attend):
         """
-        ids, pos (R,): tokens and their positions; rows (R * Hkv,): where each new key goes in the cache -> hidden
-        states (R, C) after the last norm, as the head takes them. attend(layer, q, k, v) -> (R, Hq * D). The steps of
-        Transformer.forward.
+        ids, pos (R,): tokens and their positions; rows (R * Hkv,): where each new key goes in the cache; attend(layer,
+        q, k, v) -> (R, Hq * D). Both None: row r is the next token of slot r, by the decode kernel -> hidden states (R,
+        C) after the last norm, as the head takes them. The steps of Transformer.forward.
         """
         c, eps, dtype = self.model.config, self.model.config.rms_norm_eps, self.dtype
         hq, hkv, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
@@ -372,16 +372,23 @@ class Engine:
         norms = [w.norm1 for w in self.layers[1:]] + [self.norm]   # what follows each layer
         if self.fused:
             f, dtypes = self.fused, [dtype] * (len(self.layers) - 1) + [self.head.dtype]
+            few = len(ids) <= f.FEW
             x = f.add_norm_in_place(h, None, self.layers[0].norm1, eps, dtype)
             for i, (w, norm, kind) in enumerate(zip(self.layers, norms, dtypes)):
-                q = f.rotate_store(f.product(x, w.qkv[0].t()), w.qkv[1], self.kv[0, i], self.kv[1, i], pos, rows,
-                                   self.cos, self.sin, (w.q_norm, w.k_norm) if c.qk_norm else None, eps, hq, hkv)
-                y = f.product(attend(i, q, None, None), w.o[0].t())
+                head_norms = (w.q_norm, w.k_norm) if c.qk_norm else None
+                qkv = f.parts(x, w.qkv[0], few)
+                if rows is None:
+                    y = f.attend(qkv, w.qkv[1], self.kv[0, i], self.kv[1, i], pos, self.cos, self.sin, head_norms, eps,
+                                 hq)
+                else:
+                    y = attend(i, f.rotate_store(qkv, w.qkv[1], self.kv[0, i], self.kv[1, i], pos, rows, self.cos,
+                                                 self.sin, head_norms, eps, hq, hkv), None, None)
+                y = f.parts(y, w.o[0], few)
                 if w.o[1] is not None:
-                    y += w.o[1]
+                    y[0] += w.o[1]
                 x = f.add_norm_in_place(h, y, w.norm2, eps, dtype)
-                y = f.product(f.swiglu(f.product(x, w.gate_up[0].t())), w.down[0].t())
-                x = f.add_norm_in_place(h, y, norm, eps, kind)
+                x = f.gated(x, w.gate_up[0], few)
+                x = f.add_norm_in_place(h, f.parts(x, w.down[0], few), norm, eps, kind)
             return x
         cos, sin = self.cos[pos], self.sin[pos]   # (R, 1, D)
         x = rms_norm(h, self.layers[0].norm1, eps, dtype)
@@ -459,9 +466,9 @@ class Engine:
         c = self.model.config
         hkv, group, d = c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads, c.head_dim
         token, pos = self.state[0, :rows], self.state[1, :rows]
-        if self.fused and rows * hkv >= 128:   # a program a slot and head; fewer leave the GPU idle, flash splits them
-            def attend(i, q, k, v):
-                return self.fused.attend(q, self.kv[0, i], self.kv[1, i], pos)
+        where = None if self.fused else (self.base[:rows] + pos[:, None]).view(-1)
+        if self.fused:
+            attend = None
         elif self.flash:
             used = (pos + 1).int()
 
@@ -480,7 +487,6 @@ class Engine:
                     score = torch.matmul(q * d ** -0.5, keys.transpose(-1, -2)).add_(bias)
                     return torch.matmul(torch.softmax(score, dim=-1), values).view(rows, -1)
                 return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias).reshape(rows, -1)
-        where = (self.base[:rows] + pos[:, None]).view(-1)
         x = self.blocks(token, pos, where, attend)
         logits = output_logits(x, self.head) if self.head32 is None else F.linear(x.float(), self.head32)
         if self.fused:

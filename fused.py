@@ -7,9 +7,10 @@ and the engine's cache are fp16: rotated once, in fp32, and saturated at the lar
 product are bf16; attention's, which must be fp16, are scaled by a power of two that is taken from their own maximum on
 the device. Sums over tokens (norm weights, biases) are made of partial sums in a fixed order: a repeat is bit-equal.
 
-A small model's step is bound by launches: of a layer's forward pass nine in the engine (qkv product, rotation and cache
-write, attention, output product, residual and norm, gate/up product, SwiGLU, down product, residual and norm) and ten
-in the trainer. The plain path of model.py and engine.py is what all of it is tested against.
+A small model's step is bound by launches: of a layer's forward pass seven in the engine (qkv product; rotation, cache
+write and attention; output product; residual and norm; gate/up product and SwiGLU; down product; residual and norm;
+above FEW rows SwiGLU is one of its own) and ten in the trainer. The plain path of model.py and engine.py is what all of
+it is tested against.
 
 How to read a kernel. It is the work of one program; `kernel[grid](...)` starts a grid of them, and tl.program_id says
 which one this is. A tensor comes as the address of its first number, rows one after the other, so `h + row * C + col`
@@ -19,11 +20,15 @@ done. R rows, T tokens, C hidden size, D head size, F width of the SwiGLU, V voc
 heads. Nothing is checked here: Transformer.kernels and Engine.load decide where these kernels serve, and what CUDA
 refuses is its RuntimeError.
 """
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FEW = 64       # rows up to which thin_kernel was measured faster than the library's product (96 rows: no)
+MOST_PARTS = 12
 PARTS = 1024   # partial sums of a gradient over tokens: a few programs for each multiprocessor of any GPU
 
 
@@ -40,21 +45,115 @@ def narrow(x, kind: tl.constexpr):
     return x.to(kind)
 
 
+def most_parts(parts):
+    """Rounded up, so that a kernel is compiled for few numbers of parts."""
+    return 1 if parts <= 1 else 4 if parts <= 4 else MOST_PARTS
+
+
+@triton.jit
+def load_sum(at, inside, stride, S, MOST: tl.constexpr):
+    """The sum, in order, of S blocks that lie `stride` numbers apart, S at most MOST: their loads need not wait."""
+    x = tl.load(at, mask=inside & (S > 0), other=0.0)
+    for s in tl.static_range(1, MOST):
+        x += tl.load(at + s * stride, mask=inside & (s < S), other=0.0)
+    return x
+
+
+@functools.cache
+def stages(most, each, device):
+    """Blocks of `each` bytes that may be under way, `most` or what the GPU's shared memory holds."""
+    if device.type != "cuda":
+        return most
+    return max(1, min(most, torch.cuda.get_device_properties(device).shared_memory_per_block_optin // each))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Products of few rows, those of a decode step: its time is that of reading each weight once
+
+
+# Grid (blocks of BN weights, S). x (R, K), R at most BM; w (N, K). A program multiplies all rows with its weights over
+# `each` blocks of 64 of K: enough programs for the GPU although N is small -> out (S, R, N) fp32, S parts of the sum
+# that whoever reads them adds in order. GLU: w (2 N, K), gate then up -> out (R, N): silu(gate) * up; S is 1. RAGGED: K
+# is no multiple of 64.
+@triton.jit(do_not_specialize=["rows", "each"])
+def thin_kernel(x, w, out, rows, N, K, each, BM: tl.constexpr, BN: tl.constexpr, GLU: tl.constexpr,
+                RAGGED: tl.constexpr):
+    row, col = tl.arange(0, BM)[:, None], (tl.program_id(0) * BN + tl.arange(0, BN))[None, :]
+    part = tl.program_id(1)
+    k = tl.arange(0, 64)
+    xs = x + row * K + part * each * 64 + k[None, :]
+    ws = w + col.to(tl.int64) * K + part * each * 64 + k[:, None]
+    a, b = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+    for i in range(part * each, tl.minimum((part + 1) * each, tl.cdiv(K, 64))):
+        in_x, in_w = row < rows, col < N
+        if RAGGED:
+            in_x, in_w = in_x & (i * 64 + k[None, :] < K), in_w & (i * 64 + k[:, None] < K)
+        xt = tl.load(xs, mask=in_x, other=0.0)
+        a = tl.dot(xt, tl.load(ws, mask=in_w, other=0.0), a)
+        if GLU:
+            b = tl.dot(xt, tl.load(ws + N.to(tl.int64) * K, mask=in_w, other=0.0), b)
+        xs += 64
+        ws += 64
+    if GLU:
+        a = a / (1.0 + tl.exp(-a)) * b
+    at = out + (part.to(tl.int64) * rows + row) * N + col
+    tl.store(at, a.to(out.dtype.element_ty), mask=(row < rows) & (col < N))
+
+
+def thin(x, w, glu=False, dtype=BF16):
+    """
+    x (R, K) @ w (N, K)^T, both bf16, R at most FEW -> (S, R, N) fp32: S parts of the sum, added by their reader. glu: w
+    (2 N, K), gate and up, -> silu(gate) * up (R, N), rounded once to `dtype`.
+    """
+    (rows, k), n = x.shape, w.shape[0] // (2 if glu else 1)
+    bn, share, most = cut(n, k, glu)
+    parts = triton.cdiv(k, 64 * share)
+    out = torch.empty((rows, n) if glu else (parts, rows, n), dtype=dtype if glu else FP32, device=x.device)
+    bm = max(16, triton.next_power_of_2(rows))
+    thin_kernel[(triton.cdiv(n, bn), parts)](
+        x, w, out, rows, n, k, share, BM=bm, BN=bn, GLU=glu, RAGGED=k % 64 > 0,
+        num_stages=stages(most, 128 * (bm + bn * (1 + glu)), x.device), num_warps=4)
+    return out
+
+
+def cut(n, k, glu):
+    """
+    -> weights a program, blocks of 64 of K a program, blocks under way: near the best of 260 settings on an H200, which
+    has 132 multiprocessors. Shares of 6 blocks, but no more than two programs for each of those.
+    """
+    blocks = triton.cdiv(k, 64)
+    if glu:
+        return 32, blocks, 4
+    bn = 64 if n * k > 2 ** 21 else 32
+    return bn, triton.cdiv(blocks, max(1, min(round(blocks / 6), 264 * bn // n, MOST_PARTS))), 6
+
+
+def parts(x, w, few):
+    """x (R, K) @ w (N, K)^T -> (S, R, N) fp32: S parts of the sum, for few rows; else the sum itself, S = 1."""
+    return thin(x, w) if few else product(x, w.t())[None]
+
+
+def gated(x, w, few):
+    """x (R, K), w (2 N, K): gate and up -> silu(gate) * up (R, N), rounded once."""
+    return thin(x, w, glu=True) if few else swiglu(product(x, w.t()))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Residual and norm
 
 
-# A program a row. h, y, h_out (R, C) fp32, weight (C,); out (R, C): h / rms(h) * weight; inverse (R,): 1 / rms, which
-# the backward pass wants. ADD: y is added first and the sum written to h_out; KEEP: inverse is written.
-@triton.jit
-def add_norm_kernel(h, y, weight, h_out, out, inverse, eps, C: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
-                    KEEP: tl.constexpr):
+# A program a row. h, h_out (R, C) fp32, y (S, R, C) fp32, weight (C,); out (R, C): h / rms(h) * weight; inverse (R,): 1
+# / rms, which the backward pass wants. S > 0: the parts of y are added first and the sum written to h_out; KEEP:
+# inverse is written.
+@triton.jit(do_not_specialize=["S"])
+def add_norm_kernel(h, y, weight, h_out, out, inverse, eps, S, C: tl.constexpr, BLOCK: tl.constexpr,
+                    MOST: tl.constexpr, KEEP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     inside = col < C
     x = tl.load(h + row * C + col, mask=inside, other=0.0)
-    if ADD:
-        x += tl.load(y + row * C + col, mask=inside, other=0.0)
+    if S > 0:
+        x += load_sum(y + row * C + col, inside, tl.num_programs(0).to(tl.int64) * C, S, MOST)
         tl.store(h_out + row * C + col, x, mask=inside)
     scale = 1.0 / tl.sqrt(tl.sum(x * x) / C + eps)
     if KEEP:
@@ -90,17 +189,17 @@ def add_norm_backward_kernel(h, inverse, weight, dx, dh_in, dh, dweight, rows, e
 
 
 def run_add_norm(h, y, weight, eps, dtype, h_out, inverse):
-    rows, c = h.shape
+    (rows, c), parts = h.shape, 0 if y is None else y.numel() // h.numel()
     out = torch.empty(rows, c, dtype=dtype, device=h.device)
     block = triton.next_power_of_2(c)
-    add_norm_kernel[(rows,)](h, h if y is None else y, weight, h_out, out, h if inverse is None else inverse, eps, C=c,
-                             BLOCK=block, ADD=y is not None, KEEP=inverse is not None,
-                             num_warps=4 if block <= 2048 else 8)
+    add_norm_kernel[(rows,)](h, h if y is None else y, weight, h_out, out, h if inverse is None else inverse, eps,
+                             parts, C=c, BLOCK=block, MOST=most_parts(parts), KEEP=inverse is not None,
+                             num_warps=block // 128 if parts > 1 and block <= 2048 else 4 if block <= 2048 else 8)
     return out
 
 
 def add_norm_in_place(h, y, weight, eps, dtype):
-    """h (R, C) fp32: h += y (fp32), unless y is None; -> rmsnorm(h) * weight as `dtype`."""
+    """h (R, C) fp32: h += the parts of y (S, R, C) fp32, unless it is None; -> rmsnorm(h) * weight as `dtype`."""
     return run_add_norm(h, y, weight, eps, dtype, h, None)
 
 
@@ -138,44 +237,55 @@ def add_norm(h, y, weight, eps, dtype=BF16):
 # Bias, head norms and rotation: from the sum of the qkv product to q, k, v in fp16
 
 
-# Grid (tiles of BR rows, Hq + 2 Hkv heads): a program has one head of BR tokens. qkv (R, (Hq + 2 Hkv) D) fp32; a query
-# is written to q (R, Hq, D); a key or value to k, v (R, Hkv, D) or, with CACHE, to the rows that `places` (R, Hkv)
-# names of the cache. KEEP with NORM: `before` (R, Hq + Hkv, D) keeps what the head norms read. cos, sin (T, D / 2):
-# without CACHE those of each row, with it looked up at `pos` (R,). Rotated pairs are i and i + D / 2.
-@triton.jit(do_not_specialize=["rows"])
-def rotate_kernel(qkv, bias, q, k, v, before, pos, places, cos, sin, q_weight, k_weight, eps, rows, HQ: tl.constexpr,
-                  HKV: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BIAS: tl.constexpr,
-                  NORM: tl.constexpr, KEEP: tl.constexpr, CACHE: tl.constexpr):
+# A tile of heads: rows of `source` (.., 1) + d, the sum of S parts, plus bias, normed, turned by the angle at `angle`
+# (.., 1), a row number of cos and sin (T, D / 2). Rotated pairs are i and i + D / 2. KEEP with NORM: `before` (.., 1)
+# gets what the head norm reads.
+@triton.jit
+def turned(source, stride, bias, weight, angle, cos, sin, before, d, inside, eps, S, D: tl.constexpr,
+           MOST: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr):
+    other = (d + D // 2) % D   # the other member of each pair
+    x, y = load_sum(source + d, inside, stride, S, MOST), load_sum(source + other, inside, stride, S, MOST)
+    if BIAS:
+        x += tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
+        y += tl.load(bias + other, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        if KEEP:
+            tl.store(before + d, x.to(before.dtype.element_ty), mask=inside)
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = x * scale * tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+        y = y * scale * tl.load(weight + other, mask=d < D, other=0.0).to(tl.float32)
+    at = angle * (D // 2) + d % (D // 2)
+    s = tl.load(sin + at, mask=inside, other=0.0)
+    return x * tl.load(cos + at, mask=inside, other=0.0) + y * tl.where(d < D // 2, -s, s)
+
+
+# Grid (tiles of BR rows, Hq + 2 Hkv heads): a program has one head of BR tokens. qkv (S, R, (Hq + 2 Hkv) D) fp32; a
+# query is written to q (R, Hq, D); a key or value to k, v (R, Hkv, D) or, with CACHE, to the rows that `places` (R,
+# Hkv) names of the cache. KEEP with NORM: `before` (R, Hq + Hkv, D) keeps what the head norms read. cos, sin (T, D /
+# 2): without CACHE those of each row, with it looked up at `pos` (R,).
+@triton.jit(do_not_specialize=["rows", "S"])
+def rotate_kernel(qkv, bias, q, k, v, before, pos, places, cos, sin, q_weight, k_weight, eps, rows, S, HQ: tl.constexpr,
+                  HKV: tl.constexpr, D: tl.constexpr, MOST: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+                  BIAS: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, CACHE: tl.constexpr):
     row, head = (tl.program_id(0) * BR + tl.arange(0, BR)).to(tl.int64)[:, None], tl.program_id(1)
     d = tl.arange(0, BD)[None, :]
     inside = (row < rows) & (d < D)
-    source = qkv + (row * (HQ + 2 * HKV) + head) * D
-    x = tl.load(source + d, mask=inside, other=0.0)
-    if BIAS:
-        x += tl.load(bias + head * D + d, mask=d < D, other=0.0).to(tl.float32)
+    source, stride = qkv + (row * (HQ + 2 * HKV) + head) * D, rows.to(tl.int64) * (HQ + 2 * HKV) * D
     if head >= HQ + HKV:
+        x = load_sum(source + d, inside, stride, S, MOST)
+        if BIAS:
+            x += tl.load(bias + head * D + d, mask=d < D, other=0.0).to(tl.float32)
         place = row * HKV + head - HQ - HKV
         if CACHE:
             place = tl.load(places + place, mask=row < rows, other=0)
         tl.store(v + place * D + d, narrow(x, v.dtype.element_ty), mask=inside)
     else:
-        other = (d + D // 2) % D   # the other member of each rotated pair
-        y = tl.load(source + other, mask=inside, other=0.0)
-        if BIAS:
-            y += tl.load(bias + head * D + other, mask=d < D, other=0.0).to(tl.float32)
-        if NORM:
-            if KEEP:
-                tl.store(before + (row * (HQ + HKV) + head) * D + d, x.to(before.dtype.element_ty), mask=inside)
-            weight = q_weight if head < HQ else k_weight
-            scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-            x = x * scale * tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
-            y = y * scale * tl.load(weight + other, mask=d < D, other=0.0).to(tl.float32)
+        weight = q_weight if head < HQ else k_weight
         angle = row
         if CACHE:
             angle = tl.load(pos + row, mask=row < rows, other=0)
-        angle = angle * (D // 2) + d % (D // 2)
-        s = tl.load(sin + angle, mask=inside, other=0.0)
-        x = x * tl.load(cos + angle, mask=inside, other=0.0) + y * tl.where(d < D // 2, -s, s)
+        x = turned(source, stride, bias + head * D, weight, angle, cos, sin, before + (row * (HQ + HKV) + head) * D, d,
+                   inside, eps, S, D, MOST, BIAS, NORM, KEEP)
         if head < HQ:
             tl.store(q + (row * HQ + head) * D + d, narrow(x, q.dtype.element_ty), mask=inside)
         else:
@@ -247,17 +357,17 @@ def rotate_backward_kernel(dq, dk, dv, amax, before, cos, sin, q_weight, k_weigh
 
 def rotate_store(qkv, bias, keys, values, pos, places, cos, sin, norms, eps, hq, hkv):
     """
-    qkv (R, (Hq + 2 Hkv) D) fp32 and its bias or None -> rotated q (R, Hq, D) fp16; rotated keys and the values go to
-    `places` (R * Hkv,), row numbers of keys and values seen as (N, D). cos, sin (T, D / 2), read at `pos` (R,). norms:
-    the weights (D,) of the two head norms, or None.
+    qkv (S, R, (Hq + 2 Hkv) D) fp32, in S parts, and its bias or None -> rotated q (R, Hq, D) fp16; rotated keys and the
+    values go to `places` (R * Hkv,), row numbers of keys and values seen as (N, D). cos, sin (T, D / 2), read at `pos`
+    (R,). norms: the weights (D,) of the two head norms, or None.
     """
-    rows, d = qkv.shape[0], keys.shape[-1]
+    parts, rows, d = qkv.shape[0], qkv.shape[1], keys.shape[-1]
     q = torch.empty(rows, hq, d, dtype=keys.dtype, device=qkv.device)
     q_weight, k_weight = norms or (cos, cos)
     rotate_kernel[(rows, hq + 2 * hkv)](
         qkv, qkv if bias is None else bias, q, keys, values, q, pos, places, cos, sin, q_weight, k_weight, eps, rows,
-        HQ=hq, HKV=hkv, D=d, BR=1, BD=triton.next_power_of_2(d), BIAS=bias is not None, NORM=norms is not None,
-        KEEP=False, CACHE=True, num_warps=1)
+        parts, HQ=hq, HKV=hkv, D=d, MOST=most_parts(parts), BR=1, BD=triton.next_power_of_2(d), BIAS=bias is not None,
+        NORM=norms is not None, KEEP=False, CACHE=True, num_warps=1)
     return q
 
 
@@ -372,9 +482,9 @@ class Attention(torch.autograd.Function):
         before = q if q_norm is None else torch.empty(rows, hq + hkv, d, dtype=BF16, device=x.device)
         rotate_kernel[(triton.cdiv(rows, 16), hq + 2 * hkv)](
             product(x, w_qkv.t()), cos if bias is None else bias, q, k, v, before, cos, cos, cos, sin,
-            cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, c.rms_norm_eps, rows, HQ=hq, HKV=hkv,
-            D=d, BR=16, BD=triton.next_power_of_2(d), BIAS=bias is not None, NORM=q_norm is not None, KEEP=True,
-            CACHE=False, num_warps=4)
+            cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, c.rms_norm_eps, rows, 1, HQ=hq,
+            HKV=hkv, D=d, MOST=1, BR=16, BD=triton.next_power_of_2(d), BIAS=bias is not None, NORM=q_norm is not None,
+            KEEP=True, CACHE=False, num_warps=4)
         out, more = flash(q, k, v, cu, longest)
         y = product(out.flatten(1).to(BF16), w_o.t())
         if bo is not None:
@@ -515,51 +625,75 @@ def head_grad(logits, lse, targets, g, temperature):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Decode attention: one program reads the used part of one slot's key/value head, for all query heads of its group
+# Decode attention: one program turns a slot's new key and the query heads of its group, and reads the keys before it
 
 
-# Grid (R, Hkv). The softmax of one walk again, over BN keys at a time, with the weighted values in `acc`
-# (FlashAttention, arXiv 2205.14135, algorithm 1). keys, values (S, Hkv, length, D); q, out (R, Hkv, G, D): G query
-# heads share a key head, and so its keys are read once for all of them.
-@triton.jit
-def attend_kernel(q, keys, values, pos, out, length, scale, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-                  BG: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
+# Grid (R, Hkv). qkv (S, R, (Hq + 2 Hkv) D) fp32, in S parts; keys, values (S, Hkv, length, D): the new ones are written
+# at pos[row]; out (R, Hkv, G, D): G query heads share a key head, and so its keys are read once for all of them. The
+# softmax of one walk again, over BN keys at a time, with the weighted values in `acc` (FlashAttention, arXiv
+# 2205.14135, algorithm 1). It begins with the new token, which need not come back from memory.
+@triton.jit(do_not_specialize=["rows", "S"])
+def attend_kernel(qkv, bias, keys, values, pos, cos, sin, q_weight, k_weight, out, eps, length, scale, rows, S,
+                  HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, MOST: tl.constexpr, BG: tl.constexpr,
+                  BD: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    used = (tl.load(pos + row) + 1).to(tl.int32)
-    g, d = tl.arange(0, BG), tl.arange(0, BD)
-    real = (g[:, None] < G) & (d[None, :] < D)
-    at = (row * HKV + head) * G * D + g[:, None] * D + d[None, :]
-    qt = tl.load(q + at, mask=real, other=0.0)                          # (BG, BD): tensor cores want 16 rows
+    width: tl.constexpr = (G + 2) * HKV * D
+    g, d, one = tl.arange(0, BG)[:, None], tl.arange(0, BD)[None, :], tl.arange(0, 1)[:, None]
+    real, stride, new = (g < G) & (d < D), rows.to(tl.int64) * width, tl.load(pos + row)
+    kind = keys.dtype.element_ty
+    # (BG, BD): tensor cores want 16 rows
+    at = (head * G + g) * D
+    q = narrow(turned(qkv + row * width + at, stride, bias + at, q_weight, new + 0 * g, cos, sin, out, d, real, eps, S,
+                      D, MOST, BIAS, NORM, False), kind)
+    at = ((G * HKV + head) + one) * D
+    k = narrow(turned(qkv + row * width + at, stride, bias + at, k_weight, new + 0 * one, cos, sin, out, d, d < D, eps,
+                      S, D, MOST, BIAS, NORM, False), kind)
+    at += HKV * D
+    v = load_sum(qkv + row * width + at + d, d < D, stride, S, MOST)
+    if BIAS:
+        v += tl.load(bias + at + d, mask=d < D, other=0.0).to(tl.float32)
+    v = narrow(v, kind)
     first = (row * HKV + head) * length * D
-    top = tl.full([BG], float("-inf"), tl.float32)
-    total = tl.zeros([BG], tl.float32)
-    acc = tl.zeros([BG, BD], tl.float32)
+    tl.store(keys + first + new * D + d, k, mask=d < D)
+    tl.store(values + first + new * D + d, v, mask=d < D)
+    top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale        # in units of log2
+    total = tl.full([BG], 1.0, tl.float32)
+    acc = tl.zeros([BG, BD], tl.float32) + v.to(tl.float32)
+    used = new.to(tl.int32)
     for start in range(0, used, BN):
         t = start + tl.arange(0, BN)
-        some = (t[:, None] < used) & (d[None, :] < D)
-        place = first + t[:, None] * D + d[None, :]
+        some = (t[:, None] < used) & (d < D)
+        place = first + t[:, None] * D + d
         kt = tl.load(keys + place, mask=some, other=0.0)
         vt = tl.load(values + place, mask=some, other=0.0)
-        s = tl.dot(qt, tl.trans(kt)) * scale                            # (BG, BN), in units of log2
+        s = tl.dot(q, tl.trans(kt)) * scale                             # (BG, BN)
         s = tl.where(t[None, :] < used, s, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1))
-        p = tl.exp2(s - new[:, None])
-        fade = tl.exp2(top - new)
+        new_top = tl.maximum(top, tl.max(s, 1))
+        p = tl.exp2(s - new_top[:, None])
+        fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(p, 1)
-        acc = acc * fade[:, None] + tl.dot(p.to(vt.dtype), vt)
-        top = new
-    tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
+        acc = acc * fade[:, None] + tl.dot(p.to(kind), vt)
+        top = new_top
+    tl.store(out + (row * HKV + head) * G * D + g * D + d, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
 
 
-def attend(q, keys, values, pos, dtype=BF16):
-    """q (R, Hq, D), keys and values (S, Hkv, T, D), row r reading slot r up to pos[r] -> (R, Hq * D) as `dtype`."""
-    rows, hq, d = q.shape
-    _, hkv, length, _ = keys.shape
-    out = torch.empty(rows, hq * d, dtype=dtype, device=q.device)
-    group = hq // hkv
-    attend_kernel[(rows, hkv)](q, keys, values, pos, out, length, d ** -0.5 * 1.4426950408889634, HKV=hkv, G=group, D=d,
-                               BG=max(16, triton.next_power_of_2(group)), BD=max(16, triton.next_power_of_2(d)), BN=64,
-                               num_warps=2, num_stages=3)   # of 36 settings the best or near it in six shapes
+def attend(qkv, bias, keys, values, pos, cos, sin, norms, eps, hq, dtype=BF16):
+    """
+    qkv (S, R, (Hq + 2 Hkv) D) fp32, in S parts, and its bias or None; keys and values (slots, Hkv, T, D). Row r reads
+    slot r before pos[r] and writes its own key and value there -> attention's output (R, Hq * D) as `dtype`. cos, sin
+    (T, D / 2); norms: the weights (D,) of the two head norms, or None.
+    """
+    parts, rows, _ = qkv.shape
+    _, hkv, length, d = keys.shape
+    out = torch.empty(rows, hq * d, dtype=dtype, device=qkv.device)
+    q_weight, k_weight = norms or (cos, cos)
+    group, bd = hq // hkv, max(16, triton.next_power_of_2(d))
+    bn = 64 if rows * hkv >= 128 else 128   # few programs leave much of the GPU's shared memory to each
+    attend_kernel[(rows, hkv)](
+        qkv, qkv if bias is None else bias, keys, values, pos, cos, sin, q_weight, k_weight, out, eps, length,
+        d ** -0.5 * 1.4426950408889634, rows, parts, HKV=hkv, G=group, D=d, MOST=most_parts(parts),
+        BG=max(16, triton.next_power_of_2(group)), BD=bd, BN=bn, BIAS=bias is not None, NORM=norms is not None,
+        num_warps=4, num_stages=stages(3, 4 * bn * bd, qkv.device))
     return out
 
 

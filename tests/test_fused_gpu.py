@@ -153,44 +153,73 @@ def test_fp16_saturates_and_keeps_nan():
     qkv[0], qkv[1, 40] = 1e6, float("nan")
     keys, values = (torch.zeros(2, 1, 8, 16, dtype=FP16, device=DEVICE) for _ in range(2))
     cos, sin = torch.ones(8, 8, device=DEVICE), torch.zeros(8, 8, device=DEVICE)
-    at = torch.tensor([3, 8], device=DEVICE)
-    q = fused.rotate_store(qkv, None, keys, values, torch.tensor([3, 0], device=DEVICE), at, cos, sin, None, 1e-5, 1, 1)
+    at, pos = torch.tensor([3, 8], device=DEVICE), torch.tensor([3, 0], device=DEVICE)
+    q = fused.rotate_store(qkv[None], None, keys, values, pos, at, cos, sin, None, 1e-5, 1, 1)
     assert (q[0] == 65504).all() and (keys[0, 0, 3] == 65504).all() and (values[0, 0, 3] == 65504).all()
     assert values[1, 0, 0].isnan().sum() == 1 and not q.isnan().any()
 
 
-@pytest.mark.parametrize("kind, heads, kv, d", SHAPES)
-def test_the_cache_gets_what_the_trainer_rotates(kind, heads, kv, d):
-    rows, places = 6, torch.randperm(40)[:6 * kv].to(DEVICE)
-    qkv, bias = rand(rows, (heads + 2 * kv) * d), rand((heads + 2 * kv) * d) if kind == "qwen2" else None
+def heads_of(rows, kind, heads, kv, d, pos):
+    """Sums of a qkv product in three parts, bias and norms as `kind` has them, angles, and what plain torch makes."""
+    qkv, bias = rand(3, rows, (heads + 2 * kv) * d), rand((heads + 2 * kv) * d) if kind == "qwen2" else None
     norms = (rand(d), rand(d)) if kind == "qwen3" else None
-    pos = torch.tensor([0, 5, 3, 31, 2, 2], device=DEVICE)
-    cos, sin = rope_angles(torch.arange(32, device=DEVICE), d, 1e4)
-    keys, values = (torch.zeros(1, 1, 40, d, dtype=FP16, device=DEVICE) for _ in range(2))
-    q = fused.rotate_store(qkv, bias, keys, values, pos, places, cos, sin, norms, 1e-5, heads, kv)
-    x = (qkv if bias is None else qkv + bias).view(rows, -1, d)
-    want_q, want_k, want_v = x.split([heads, kv, kv], 1)
+    cos, sin = rope_angles(torch.arange(200, device=DEVICE), d, 1e4)
+    x = (qkv.sum(0) if bias is None else qkv.sum(0) + bias).view(rows, -1, d)
+    q, k, v = x.split([heads, kv, kv], 1)
     if norms:
-        want_q, want_k = (rms_norm(a, w, 1e-5, FP32) for a, w in zip((want_q, want_k), norms))
-    half = d // 2
+        q, k = (rms_norm(a, w, 1e-5, FP32) for a, w in zip((q, k), norms))
 
     def turn(a):
-        c, s = cos[pos][:, None], sin[pos][:, None]
+        c, s, half = cos[pos][:, None], sin[pos][:, None], d // 2
         return torch.cat((a[..., :half] * c - a[..., half:] * s, a[..., half:] * c + a[..., :half] * s), -1)
-    close(q, turn(want_q), 1e-3)
-    close(keys[0, 0, places], turn(want_k).flatten(0, 1), 1e-3)
+    return qkv, bias, norms, cos, sin, turn(q), turn(k), v
+
+
+@pytest.mark.parametrize("kind, heads, kv, d", SHAPES)
+def test_the_cache_gets_what_the_trainer_rotates(kind, heads, kv, d):
+    places, pos = torch.randperm(40)[:6 * kv].to(DEVICE), torch.tensor([0, 5, 3, 31, 2, 2], device=DEVICE)
+    qkv, bias, norms, cos, sin, want_q, want_k, want_v = heads_of(6, kind, heads, kv, d, pos)
+    keys, values = (torch.zeros(1, 1, 40, d, dtype=FP16, device=DEVICE) for _ in range(2))
+    q = fused.rotate_store(qkv, bias, keys, values, pos, places, cos, sin, norms, 1e-5, heads, kv)
+    close(q, want_q, 1e-3)
+    close(keys[0, 0, places], want_k.flatten(0, 1), 1e-3)
     close(values[0, 0, places], want_v.flatten(0, 1), 1e-3)
 
 
-@pytest.mark.parametrize("heads, kv, d", [(6, 2, 64), (4, 1, 24)])
-def test_decode_attention_reads_what_is_used(heads, kv, d):
+@pytest.mark.parametrize("kind, heads, kv, d", [*SHAPES, ("llama", 4, 1, 24)])
+def test_decode_attention_reads_what_is_used_and_the_new_token(kind, heads, kv, d):
     pos = torch.tensor([0, 3, 63, 64, 199], device=DEVICE)
-    q, keys, values = rand(5, heads, d, dtype=FP16), rand(7, kv, 200, d, dtype=FP16), rand(7, kv, 200, d, dtype=FP16)
-    got = fused.attend(q, keys, values, pos)
+    qkv, bias, norms, cos, sin, q, k, v = heads_of(5, kind, heads, kv, d, pos)
+    keys, values = rand(7, kv, 200, d, dtype=FP16), rand(7, kv, 200, d, dtype=FP16)
+    before = keys.clone(), values.clone()
+    got = fused.attend(qkv, bias, keys, values, pos, cos, sin, norms, 1e-5, heads)
     for i, n in enumerate(pos.tolist()):
-        want = F.scaled_dot_product_attention(q[i][:, None].float(), keys[i, :, :n + 1].float(),
-                                              values[i, :, :n + 1].float(), enable_gqa=True)[:, 0].flatten()
+        for cache, old, new in zip((keys, values), before, (k, v)):   # the new token and nothing else
+            old[i, :, n] = cache[i, :, n]
+            close(cache[i, :, n], new[i], 1e-3)
+        want = F.scaled_dot_product_attention(q[i][:, None], keys[i, :, :n + 1].float(), values[i, :, :n + 1].float(),
+                                              enable_gqa=True)[:, 0].flatten()
         close(got[i], want, 4e-3)
+    assert torch.equal(keys, before[0]) and torch.equal(values, before[1])
+
+
+@pytest.mark.parametrize("rows, n, k", [(64, 200, 1152), (1, 64, 576), (40, 96, 1000), (16, 30, 48)])
+def test_products_of_few_rows(rows, n, k):
+    kind = BF16 if DEVICE == "cuda" else FP16   # which the interpreter multiplies as numbers
+    x, w = rand(rows, k, dtype=kind), rand(n, k, dtype=kind)
+    want = x.double() @ w.double().t()
+    got = fused.parts(x, w, few=True)
+    assert got.dtype == FP32 and (len(got) > 1) == (k > 500)
+    close(got.sum(0), want, 1e-5)
+    assert torch.equal(got, fused.parts(x, w, few=True))
+    w = (rand(2 * n, k) * k ** -0.5).to(kind)
+    gate, up = (x.double() @ w.double().t()).chunk(2, -1)
+    close(fused.gated(x, w, few=True), F.silu(gate) * up, 4e-3)
+    h, y, norm = rand(rows, n), rand(3, rows, n), rand(n)
+    state = h.clone()
+    got = fused.add_norm_in_place(state, y, norm, 1e-5, FP32)
+    close(state, h + y.sum(0), 1e-6)
+    close(got, rms_norm(state, norm, 1e-5, FP32), 1e-6)
 
 
 def test_the_sampler_draws_with_the_hash_of_the_engine():
