@@ -27,9 +27,9 @@ import triton
 import triton.language as tl
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FEW = 64       # rows up to which thin_kernel was measured faster than the library's product (96 rows: no)
-MOST_PARTS = 12
-PARTS = 1024   # partial sums of a gradient over tokens: a few programs for each multiprocessor of any GPU
+FEW = 64          # rows up to which thin_kernel was measured faster than the library's product (96 rows: no)
+MOST_PARTS = 12   # of one product's sum: more would cost their reader what they gain
+PARTS = 1024      # partial sums of a gradient over tokens: a few programs for each multiprocessor of any GPU
 
 
 def product(a, b):
@@ -192,9 +192,12 @@ def run_add_norm(h, y, weight, eps, dtype, h_out, inverse):
     (rows, c), parts = h.shape, 0 if y is None else y.numel() // h.numel()
     out = torch.empty(rows, c, dtype=dtype, device=h.device)
     block = triton.next_power_of_2(c)
+    warps = 4 if block <= 2048 else 8
+    if parts > 1:   # many loads, few programs
+        warps = min(16, max(1, block // 128))
     add_norm_kernel[(rows,)](h, h if y is None else y, weight, h_out, out, h if inverse is None else inverse, eps,
                              parts, C=c, BLOCK=block, MOST=most_parts(parts), KEEP=inverse is not None,
-                             num_warps=block // 128 if parts > 1 and block <= 2048 else 4 if block <= 2048 else 8)
+                             num_warps=warps)
     return out
 
 
