@@ -65,7 +65,7 @@ def fail_in_one_line(run=None, args=None):
     sys.stdout = sys.stdout or open(os.devnull, "w")   # None where the caller closed it
     def hook(kind, error, trace):
         if issubclass(kind, UserError):
-            text, code = str(error), 2
+            text, code = str(error).replace("\n", "\\n"), 2
         elif issubclass(kind, KeyboardInterrupt):
             text, code = "interrupted", 130
         elif disk_is_full(error):
@@ -106,6 +106,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
+        message = message.replace("\n", "\\n")   # a value's: the error stays one line
         print(f"{self.prog}: error: {message} (--help lists the flags)", file=sys.stderr)
         sys.exit(2)
 
@@ -738,10 +739,15 @@ class Run:
                   "versions": versions(), "device": device_name(device), "model": self.model, "data": self.data,
                   "script_sha256": sha256_file(script)}
         if self.args.resume:
-            old = json.loads((self.folder / "config.json").read_text())
-            for what, before, now in [("the script", old["script_sha256"], config["script_sha256"]),
-                                      ("the model", old["model"].get("sha256"), self.model.get("sha256"))] + [
-                    (d["path"], b["sha256"], d["sha256"]) for b, d in zip(old["data"], self.data)]:
+            try:
+                old = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+                same = [("the script", old["script_sha256"], config["script_sha256"]),
+                        ("the model", old["model"].get("sha256"), self.model.get("sha256"))] + [
+                    (d["path"], b["sha256"], d["sha256"]) for b, d in zip(old["data"], self.data)]
+            except (ValueError, KeyError, TypeError, AttributeError) as e:
+                raise UserError(f"--resume {self.folder}: its config.json is not the one that the run wrote "
+                                f"({type(e).__name__}: {e})") from e
+            for what, before, now in same:
                 if before != now:
                     raise UserError(f"--resume {self.folder}: {what} has changed since the run started "
                                     f"({str(before)[:12]} then, {str(now)[:12]} now)")

@@ -807,6 +807,7 @@ def load_checkpoint(folder, model, optimizer):
                 if model.adapter is None or p.requires_grad:
                     p.copy_(weights[name if model.adapter is None else lora_key(name)])
         optimizer.load_state_dict(saved.pop("optimizer"))
+        saved["step"]   # what every script goes on from
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as e:
         reason = " ".join(str(e).split())[:200]
         raise UserError(f"--resume: {folder} is not whole ({type(e).__name__}: {reason})") from e

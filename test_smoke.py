@@ -230,7 +230,8 @@ def small(tmp_path_factory):
     for split in ("train", "heldout-same", "heldout-different"):
         helpers.write_rows(folder / "tasks" / f"{split}.jsonl", rows)
     helpers.write_rows(folder / "sft.jsonl", [
-        {"prompt": r["prompt"], "completion": [{"role": "assistant", "content": f"#### {r['answer']}"}]} for r in rows])
+        {"prompt": helpers.problem(i, f"{i + 50}?", 1)["prompt"],   # none of the held-out problems
+         "completion": [{"role": "assistant", "content": f"#### {1 + i % 2}"}]} for i in range(8)])
     helpers.write_rows(folder / "text.jsonl", [{"text": f"{i} and {i}"} for i in range(20)])
     return folder
 

@@ -21,7 +21,7 @@ import torch
 import common
 from common import RunError, number
 from engine import Engine
-from envs import get_task
+from envs import check_apart, get_task
 from eval_passk import evaluate_splits
 from model import find_folder, load_checkpoint, load_model, save_checkpoint, save_weights, set_up_lora
 
@@ -141,8 +141,10 @@ if __name__ == "__main__":
     longest, dropped = min(args.max_length, model.config.max_position_embeddings), []
 
     def encode(path):
-        rows = []
-        for i, row in enumerate(common.read_rows(path, check_row), 1):
+        chats, rows = common.read_rows(path, check_row), []
+        check_apart([{"id": f"row {i}", "prompt": [m]} for i, row in enumerate(chats, 1)
+                     for m in row.get("messages") or row["prompt"] if m["role"] == "user"], path, task)
+        for i, row in enumerate(chats, 1):
             try:
                 rows.append(encode_row(tokenizer, row, model.eos_ids[0]))
             except (ValueError, common.UserError) as e:   # the template refuses a role, say

@@ -196,6 +196,13 @@ def test_an_argument_that_is_not_utf8_is_refused(capsys):
             assert e.value.code == 2 and "argument 2 is not UTF-8 text" in capsys.readouterr().err
 
 
+def test_a_value_of_two_lines_makes_an_error_of_one(capsys):
+    for words in (["--lr", "1\n2"], ["--no\nsuch"]):
+        with pytest.raises(SystemExit):
+            run_parser().parse_args(words)
+        assert capsys.readouterr().err.count("\n") == 1
+
+
 def run_parser():
     p = common.Parser(prog="x.py")
     p.add_argument("--lr", type=common.number(float, above=0), default=None)
@@ -1145,6 +1152,11 @@ def test_a_resumed_run_must_meet_the_same_script_model_and_data(tmp_path, start)
     save_model(tiny_model(seed=9), tmp_path / "other")
     with pytest.raises(UserError, match="model has changed"):
         resumed.start(tmp_path / "other", [start.tasks], torch.device("cpu"), {})
+    config = json.loads((run.folder / "config.json").read_text())
+    for broken in ({"args": config["args"]}, {**config, "data": [{}]}, {**config, "model": None}):
+        (run.folder / "config.json").write_text(json.dumps(broken))
+        with pytest.raises(UserError, match="config.json is not the one that the run wrote"):
+            start("--resume", run.folder)
 
 
 def test_curves_of_a_run_without_evaluations_and_of_one_without_steps(tmp_path):

@@ -519,7 +519,9 @@ def test_a_resume_pt_that_is_empty_or_something_else_is_refused(tmp_path):
     model = with_adapter(tiny_model())
     optimizer = common.make_optimizer(model, 1e-3)
     save_checkpoint(tmp_path / "c", model, tiny_tokenizer(), optimizer, {"step": 1})
-    for write in (lambda path: path.write_bytes(b""), lambda path: torch.save([1], path)):
+    no_step = {"optimizer": optimizer.state_dict(), "run": {}}
+    for write in (lambda path: path.write_bytes(b""), lambda path: torch.save([1], path),
+                  lambda path: torch.save(no_step, path)):
         write(tmp_path / "c" / "resume.pt")
         with pytest.raises(UserError, match="is not whole"):
             load_checkpoint(tmp_path / "c", model, optimizer)
@@ -535,7 +537,7 @@ def test_a_rank_above_every_layer_is_refused():
 # The scripts
 
 def sft_rows(base):
-    return write_rows(base / "sft.jsonl", [{"prompt": problem(i, f"{i}?", 1)["prompt"], "completion": [
+    return write_rows(base / "sft.jsonl", [{"prompt": problem(i, f"{i + 100}?", 1)["prompt"], "completion": [
         {"role": "assistant", "content": f"#### {1 + i % 2}"}]} for i in range(20)])
 
 
@@ -649,7 +651,7 @@ def test_an_evaluation_with_an_adapter_is_one_of_another_model(sft_run, guesser,
 
 def test_the_best_weights_of_a_run_with_an_adapter_are_an_adapter_that_can_be_evaluated(guesser, tasks, tmp_path):
     folder, data = tmp_path / "run", sft_rows(tmp_path)
-    valid = write_rows(tmp_path / "valid.jsonl", [{"prompt": problem(i, f"{i}?", 1)["prompt"], "completion": [
+    valid = write_rows(tmp_path / "valid.jsonl", [{"prompt": problem(i, f"{i + 100}?", 1)["prompt"], "completion": [
         {"role": "assistant", "content": "#### 9"}]} for i in range(6)])
     done("train_sft.py", "--data", data, "--valid", valid, "--valid-every", 1, *flags(
         guesser, tasks, folder, "--lora-rank", 4, "--rows-per-step", 8, "--max-steps", 8, "--schedule", "constant",

@@ -41,7 +41,7 @@ def grpo_flags(folder, guesser, tasks, *more, labbook=None):
 def sft_flags(folder, guesser, tasks, *more):
     data = folder.parent / "sft.jsonl"
     if not data.exists():
-        write_rows(data, [{"prompt": problem(i, f"{i}?", 1)["prompt"],
+        write_rows(data, [{"prompt": problem(i, f"{i + 100}?", 1)["prompt"],   # none of the held-out problems
                            "completion": [{"role": "assistant", "content": "#### " + str(i % 3)}]} for i in range(20)])
     return ["train_sft.py", "--data", data, "--model", guesser, "--tasks-dir", tasks, "--lr", "1e-3", "--eval-n", 0,
             "--rows-per-step", 8, "--labbook", folder.parent / "labbook.md", "--output-dir", folder, *more]

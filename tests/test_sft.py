@@ -192,6 +192,16 @@ def test_an_empty_valid_is_refused(guesser, tasks, tmp_path):
     refused(run(*flags(tmp_path / "run", guesser, tasks, [BOOK], "--epochs", "1e308")), "--epochs: 1e308")
 
 
+@pytest.mark.parametrize("flag", ["--data", "--valid"])
+def test_a_problem_of_the_held_out_files_is_not_trained_on(flag, guesser, tasks, tmp_path):
+    asked = read_rows(tasks / "heldout-same.jsonl")[0]["prompt"]
+    for name, row in (("book", {"prompt": asked, "completion": [says("#### 1")]}),
+                      ("chat", {"messages": [user("A word first."), says("Yes?"), *asked, says("#### 1")]})):
+        both = write_rows(tmp_path / f"{name}.jsonl", [BOOK, row])
+        refused(run(*flags(tmp_path / "run", guesser, tasks, [BOOK]), flag, both), both, "heldout-same", "'row 2'")
+        assert not (tmp_path / "run").exists()
+
+
 def test_chats_and_textbook_rows_of_one_turn_make_the_same_run(guesser, tasks, tmp_path):
     book = [{"prompt": [user(f"{i}?")], "completion": [says(f"#### {i % 3}")]} for i in range(8)]
     chats = [{"messages": r["prompt"] + r["completion"]} for r in book]
