@@ -16,9 +16,9 @@ device runs the next; on CPU and MPS the same function runs eagerly.
 Numbers. The steps are those of model.py: residual stream in fp32, products in `compute_dtype`, head with fp32 output;
 with the kernels of fused.py the cache is fp16, as the keys and values of the trainer are.
 A token is drawn by inverse CDF from one uniform number, a hash of (seed, step, prompt id, sample, position). So a
-sample depends on its own prompt only and not on the rows beside it, up to the rounding of a matrix product whose row
-count changes. The weights are the model's own tensors: an in-place optimizer step is seen at once. An adapter's product
-is added to a copy of the weights beside it, anew at each call.
+sample depends on its own prompt only and not on the rows beside it, up to the rounding of products and attention where
+the number of rows changes. The weights are the model's own tensors: an in-place optimizer step is seen at once. An
+adapter's product is added to a copy of the weights beside it, anew at each call.
 
 Left out on purpose: top-k, top-p, penalties (the trainer's log-probs would be those of another distribution), beams,
 paged memory (slots of one length read no more bandwidth), speculative decoding.
@@ -354,17 +354,18 @@ class Engine:
             self.cos, self.sin = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]   # (T, 1, D)
         # first row of (slot, head) in the cache seen as (S * Hkv * T, D)
         self.base = torch.arange(slots * c.num_key_value_heads, device=d).view(slots, -1) * length
-        if self.flash:
+        if self.flash and not self.fused:
             self.cu_q = torch.arange(slots + 1, dtype=torch.int32, device=d)
             self.cu_k = self.cu_q * (c.num_key_value_heads * length)
 
     # The network ------------------------------------------------------------------------------------------------------
 
-    def blocks(self, ids, pos, rows, attend):
+    def blocks(self, ids, pos, places, attend):
         """
-        ids, pos (R,): tokens and their positions; rows (R * Hkv,): where each new key goes in the cache; attend(layer,
-        q, k, v) -> (R, Hq * D). Both None: row r is the next token of slot r, by the decode kernel -> hidden states (R,
-        C) after the last norm, as the head takes them. The steps of Transformer.forward.
+        ids, pos (R,): tokens and their positions; places (R * Hkv,): where each new key goes in the cache;
+        attend(layer, q, k, v) -> (R, Hq * D); with fused.py k and v are None, they lie in the cache already. places and
+        attend None: row r is the next token of slot r, by the decode kernel. -> hidden states (R, C) after the last
+        norm, as the head takes them. The steps of Transformer.forward.
         """
         c, eps, dtype = self.model.config, self.model.config.rms_norm_eps, self.dtype
         hq, hkv, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
@@ -376,19 +377,19 @@ class Engine:
             x = f.add_norm_in_place(h, None, self.layers[0].norm1, eps, dtype)
             for i, (w, norm, kind) in enumerate(zip(self.layers, norms, dtypes)):
                 head_norms = (w.q_norm, w.k_norm) if c.qk_norm else None
-                qkv = f.parts(x, w.qkv[0], few)
-                if rows is None:
+                qkv = f.product_parts(x, w.qkv[0], few)
+                if places is None:
                     y = f.attend(qkv, w.qkv[1], self.kv[0, i], self.kv[1, i], pos, self.cos, self.sin, head_norms, eps,
                                  hq)
                 else:
-                    y = attend(i, f.rotate_store(qkv, w.qkv[1], self.kv[0, i], self.kv[1, i], pos, rows, self.cos,
+                    y = attend(i, f.rotate_store(qkv, w.qkv[1], self.kv[0, i], self.kv[1, i], pos, places, self.cos,
                                                  self.sin, head_norms, eps, hq, hkv), None, None)
-                y = f.parts(y, w.o[0], few)
+                y = f.product_parts(y, w.o[0], few)
                 if w.o[1] is not None:
-                    y[0] += w.o[1]
+                    y[0] += w.o[1]   # once, in the first part of the sum
                 x = f.add_norm_in_place(h, y, w.norm2, eps, dtype)
                 x = f.gated(x, w.gate_up[0], few)
-                x = f.add_norm_in_place(h, f.parts(x, w.down[0], few), norm, eps, kind)
+                x = f.add_norm_in_place(h, f.product_parts(x, w.down[0], few), norm, eps, kind)
             return x
         cos, sin = self.cos[pos], self.sin[pos]   # (R, 1, D)
         x = rms_norm(h, self.layers[0].norm1, eps, dtype)
@@ -400,8 +401,8 @@ class Engine:
                                 rms_norm(qk[:, hq:], w.k_norm, eps, dtype)), dim=1)
             qk = rotate(qk, cos, sin)
             q, k = qk[:, :hq], qk[:, hq:]
-            self.kv[0, i].view(-1, d).index_copy_(0, rows, k.reshape(-1, d))
-            self.kv[1, i].view(-1, d).index_copy_(0, rows, v.reshape(-1, d))
+            self.kv[0, i].view(-1, d).index_copy_(0, places, k.reshape(-1, d))
+            self.kv[1, i].view(-1, d).index_copy_(0, places, v.reshape(-1, d))
             h, x = project(h, attend(i, q, k, v), w.o, w.norm2, eps, dtype)
             h, x = project(h, swiglu(F.linear(x, *w.gate_up)), w.down, norm, eps, dtype)
         return x
@@ -445,8 +446,7 @@ class Engine:
                         part.transpose(0, 1)[None], self.kv[0, i, s, :, :start + n][None],
                         self.kv[1, i, s, :, :start + n][None], attn_mask=seen, enable_gqa=True)[0].transpose(0, 1))
                 return torch.cat(out).flatten(1)
-        rows = (self.base[slot] + pos[:, None]).view(-1)
-        self.blocks(ids, pos, rows, attend)
+        self.blocks(ids, pos, (self.base[slot] + pos[:, None]).view(-1), attend)
 
     def flash_attention(self, layer, q, cu_q, cu_k, max_q, used, causal):
         """Reads slots in place: cu_k holds where each row's slot begins, `used` how many tokens of it count."""
@@ -460,13 +460,14 @@ class Engine:
 
     def decode(self, rows, length, j, temperature, greedy, entropy):
         """
-        One step of the first `rows` slots, whose tokens lie in the first `length` places: last token in, next token
-        into out[:, j] and state. j is a tensor in a captured graph. Nothing here waits for the host.
+        One step of the first `rows` slots, whose tokens lie in the first `length` places (read by the plain path
+        alone): last token in, next token into out[:, j] and state. j is a tensor in a captured graph. Nothing here
+        waits for the host.
         """
         c = self.model.config
         hkv, group, d = c.num_key_value_heads, c.num_attention_heads // c.num_key_value_heads, c.head_dim
         token, pos = self.state[0, :rows], self.state[1, :rows]
-        where = None if self.fused else (self.base[:rows] + pos[:, None]).view(-1)
+        places = None if self.fused else (self.base[:rows] + pos[:, None]).view(-1)
         if self.fused:
             attend = None
         elif self.flash:
@@ -487,7 +488,7 @@ class Engine:
                     score = torch.matmul(q * d ** -0.5, keys.transpose(-1, -2)).add_(bias)
                     return torch.matmul(torch.softmax(score, dim=-1), values).view(rows, -1)
                 return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias).reshape(rows, -1)
-        x = self.blocks(token, pos, where, attend)
+        x = self.blocks(token, pos, places, attend)
         logits = output_logits(x, self.head) if self.head32 is None else F.linear(x.float(), self.head32)
         if self.fused:
             return self.fused.sample(logits, self.state, j, self.out[0], self.out_logp, self.out_entropy, temperature,
@@ -513,7 +514,8 @@ class Engine:
     def launch(self, rows, steps, state, fresh, length, temperature, greedy, entropy):
         """
         Starts `steps` steps of `rows` slots, those in `fresh` from the host's state (3, rows), the others from where
-        the device left them -> what read() turns into tokens, log-probs and entropies.
+        the device left them -> what read() turns into tokens, log-probs and entropies. length: tokens of the longest
+        row, which bounds an eager step.
         """
         if len(fresh) == rows:
             self.state[:, :rows] = self.send(state)

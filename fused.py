@@ -1,24 +1,27 @@
 """
-Triton kernels for CUDA in bf16: all that lies between the matrix products, each step in one launch. model.py trains
-through them and engine.py samples through them, so that both round at the same places.
+Triton kernels for CUDA in bf16: all that lies between the matrix products, each step in one launch, and the products of
+a decode step of few rows. model.py trains through them and engine.py samples through them, so that both round at the
+same places.
 
-Numbers. The factors of every product are bf16 and its fp32 sum stays unrounded until the next step has used it. q, k, v
-and the engine's cache are fp16: rotated once, in fp32, and saturated at the largest fp16 number. Gradients that meet a
-product are bf16; attention's, which must be fp16, are scaled by a power of two that is taken from their own maximum on
-the device. Sums over tokens (norm weights, biases) are made of partial sums in a fixed order: a repeat is bit-equal.
+Numbers. The factors of a layer's products are bf16 (the head's: model.head_factors) and their fp32 sums stay unrounded
+until the next step has used them. q, k, v and the engine's cache are fp16: rotated once, in fp32, and saturated at the
+largest fp16 number. Gradients that meet a product are bf16; attention's, which must be fp16, are scaled by a power of
+two that is taken from their own maximum on the device. Sums over tokens (norm weights, biases) are made of partial sums
+in a fixed order: a repeat is bit-equal.
 
-A small model's step is bound by launches: of a layer's forward pass seven in the engine (qkv product; rotation, cache
-write and attention; output product; residual and norm; gate/up product and SwiGLU; down product; residual and norm;
-above FEW rows SwiGLU is one of its own) and ten in the trainer. The plain path of model.py and engine.py is what all of
-it is tested against.
+A small model's step is bound by launches: of a layer's forward pass seven in a decode step (qkv product; rotation,
+cache write and attention; output product; residual and norm; gate/up product and SwiGLU; down product; residual and
+norm; above FEW rows SwiGLU is one of its own) and ten in the trainer. The plain path of model.py and engine.py is what
+all of it is tested against.
 
 How to read a kernel. It is the work of one program; `kernel[grid](...)` starts a grid of them, and tl.program_id says
 which one this is. A tensor comes as the address of its first number, rows one after the other, so `h + row * C + col`
 are the addresses of a row. A program works on blocks whose sizes are powers of two and known when it is compiled
 (tl.constexpr); a mask keeps it off what lies beyond the real size. Flags in capitals choose at compile time what is
-done. R rows, T tokens, C hidden size, D head size, F width of the SwiGLU, V vocabulary, Hq and Hkv query and key/value
-heads. Nothing is checked here: Transformer.kernels and Engine.load decide where these kernels serve, and what CUDA
-refuses is its RuntimeError.
+done. Where a flag leaves an address unread, any tensor stands in its place. R rows, T tokens, C hidden size, D head
+size, F width of the SwiGLU, V vocabulary, Hq and Hkv query and key/value heads, S parts of a product's sum, which its
+reader adds in order. Nothing is checked here: Transformer.kernels and Engine.load decide where these kernels serve;
+what CUDA refuses is its RuntimeError, what does not fit is Triton's OutOfResources.
 """
 import functools
 
@@ -27,9 +30,10 @@ import triton
 import triton.language as tl
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FEW = 64          # rows up to which thin_kernel was measured faster than the library's product (96 rows: no)
-MOST_PARTS = 12   # of one product's sum: more would cost their reader what they gain
-PARTS = 1024      # partial sums of a gradient over tokens: a few programs for each multiprocessor of any GPU
+FEW = 64          # rows up to which a product is thin_kernel's: more are no faster there than in the library
+MOST_PARTS = 12   # of a product's sum: more would cost their reader what they gain
+LOG2_E = 1.4426950408889634   # exp2 is the GPU's own exponential
+GRADIENT_PARTS = 1024   # partial sums of a gradient over tokens: a few programs for each multiprocessor of any GPU
 
 
 def product(a, b):
@@ -52,8 +56,8 @@ def most_parts(parts):
 
 @triton.jit
 def load_sum(at, inside, stride, S, MOST: tl.constexpr):
-    """The sum, in order, of S blocks that lie `stride` numbers apart, S at most MOST: their loads need not wait."""
-    x = tl.load(at, mask=inside & (S > 0), other=0.0)
+    """The sum, in order, of S blocks that lie `stride` numbers apart, S from 1 to MOST: no load waits for another."""
+    x = tl.load(at, mask=inside, other=0.0)
     for s in tl.static_range(1, MOST):
         x += tl.load(at + s * stride, mask=inside & (s < S), other=0.0)
     return x
@@ -100,17 +104,17 @@ def thin_kernel(x, w, out, rows, N, K, each, BM: tl.constexpr, BN: tl.constexpr,
     tl.store(at, a.to(out.dtype.element_ty), mask=(row < rows) & (col < N))
 
 
-def thin(x, w, glu=False, dtype=BF16):
+def thin(x, w, glu=False):
     """
     x (R, K) @ w (N, K)^T, both bf16, R at most FEW -> (S, R, N) fp32: S parts of the sum, added by their reader. glu: w
-    (2 N, K), gate and up, -> silu(gate) * up (R, N), rounded once to `dtype`.
+    (2 N, K), gate and up, -> silu(gate) * up (R, N), rounded once, bf16.
     """
     (rows, k), n = x.shape, w.shape[0] // (2 if glu else 1)
     bn, share, most = cut(n, k, glu)
-    parts = triton.cdiv(k, 64 * share)
-    out = torch.empty((rows, n) if glu else (parts, rows, n), dtype=dtype if glu else FP32, device=x.device)
+    count = triton.cdiv(k, 64 * share)
+    out = torch.empty((rows, n) if glu else (count, rows, n), dtype=BF16 if glu else FP32, device=x.device)
     bm = max(16, triton.next_power_of_2(rows))
-    thin_kernel[(triton.cdiv(n, bn), parts)](
+    thin_kernel[(triton.cdiv(n, bn), count)](
         x, w, out, rows, n, k, share, BM=bm, BN=bn, GLU=glu, RAGGED=k % 64 > 0,
         num_stages=stages(most, 128 * (bm + bn * (1 + glu)), x.device), num_warps=4)
     return out
@@ -118,8 +122,8 @@ def thin(x, w, glu=False, dtype=BF16):
 
 def cut(n, k, glu):
     """
-    -> weights a program, blocks of 64 of K a program, blocks under way: near the best of 260 settings on an H200, which
-    has 132 multiprocessors. Shares of 6 blocks, but no more than two programs for each of those.
+    -> weights a program, blocks of 64 of K a program, blocks under way. About 6 blocks a program, and at most 264
+    programs: two for each multiprocessor of an H200, on which this was measured.
     """
     blocks = triton.cdiv(k, 64)
     if glu:
@@ -128,7 +132,7 @@ def cut(n, k, glu):
     return bn, triton.cdiv(blocks, max(1, min(round(blocks / 6), 264 * bn // n, MOST_PARTS))), 6
 
 
-def parts(x, w, few):
+def product_parts(x, w, few):
     """x (R, K) @ w (N, K)^T -> (S, R, N) fp32: S parts of the sum, for few rows; else the sum itself, S = 1."""
     return thin(x, w) if few else product(x, w.t())[None]
 
@@ -189,14 +193,14 @@ def add_norm_backward_kernel(h, inverse, weight, dx, dh_in, dh, dweight, rows, e
 
 
 def run_add_norm(h, y, weight, eps, dtype, h_out, inverse):
-    (rows, c), parts = h.shape, 0 if y is None else y.numel() // h.numel()
+    (rows, c), count = h.shape, 0 if y is None else y.numel() // h.numel()
     out = torch.empty(rows, c, dtype=dtype, device=h.device)
     block = triton.next_power_of_2(c)
     warps = 4 if block <= 2048 else 8
-    if parts > 1:   # many loads, few programs
+    if count > 1:   # many loads, few programs
         warps = min(16, max(1, block // 128))
     add_norm_kernel[(rows,)](h, h if y is None else y, weight, h_out, out, h if inverse is None else inverse, eps,
-                             parts, C=c, BLOCK=block, MOST=most_parts(parts), KEEP=inverse is not None,
+                             count, C=c, BLOCK=block, MOST=most_parts(count), KEEP=inverse is not None,
                              num_warps=warps)
     return out
 
@@ -223,10 +227,10 @@ class AddNorm(torch.autograd.Function):
     def backward(ctx, dh_in, dx):
         h, inverse, weight = ctx.saved_tensors
         rows, c = h.shape
-        block, parts = triton.next_power_of_2(c), min(rows, PARTS)
+        block, parts = triton.next_power_of_2(c), min(rows, GRADIENT_PARTS)
         dh, dweight = torch.empty_like(h), torch.empty(parts, c, device=h.device)
         add_norm_backward_kernel[(parts,)](
-            h, inverse, weight, dx, h if dh_in is None else dh_in.contiguous(), dh, dweight, rows,
+            h, inverse, weight, dx.contiguous(), h if dh_in is None else dh_in.contiguous(), dh, dweight, rows,
             triton.cdiv(rows, parts), C=c, BLOCK=block, MORE=dh_in is not None, num_warps=4 if block <= 2048 else 8)
         return dh, dh if ctx.added else None, dweight.sum(0).to(weight.dtype), None, None
 
@@ -240,9 +244,9 @@ def add_norm(h, y, weight, eps, dtype=BF16):
 # Bias, head norms and rotation: from the sum of the qkv product to q, k, v in fp16
 
 
-# A tile of heads: rows of `source` (.., 1) + d, the sum of S parts, plus bias, normed, turned by the angle at `angle`
-# (.., 1), a row number of cos and sin (T, D / 2). Rotated pairs are i and i + D / 2. KEEP with NORM: `before` (.., 1)
-# gets what the head norm reads.
+# BR heads at once, a row each. source (BR, 1): the address of each; + d, d (1, BD), its numbers; the sum of S parts
+# that lie `stride` numbers apart, plus bias, normed, then turned by row angle (BR, 1) of cos and sin (T, D / 2).
+# Rotated pairs are i and i + D / 2. KEEP with NORM: what the head norm reads goes to `before` (BR, 1) + d, rounded.
 @triton.jit
 def turned(source, stride, bias, weight, angle, cos, sin, before, d, inside, eps, S, D: tl.constexpr,
            MOST: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr):
@@ -364,12 +368,12 @@ def rotate_store(qkv, bias, keys, values, pos, places, cos, sin, norms, eps, hq,
     values go to `places` (R * Hkv,), row numbers of keys and values seen as (N, D). cos, sin (T, D / 2), read at `pos`
     (R,). norms: the weights (D,) of the two head norms, or None.
     """
-    parts, rows, d = qkv.shape[0], qkv.shape[1], keys.shape[-1]
+    count, rows, d = qkv.shape[0], qkv.shape[1], keys.shape[-1]
     q = torch.empty(rows, hq, d, dtype=keys.dtype, device=qkv.device)
     q_weight, k_weight = norms or (cos, cos)
     rotate_kernel[(rows, hq + 2 * hkv)](
         qkv, qkv if bias is None else bias, q, keys, values, q, pos, places, cos, sin, q_weight, k_weight, eps, rows,
-        parts, HQ=hq, HKV=hkv, D=d, MOST=most_parts(parts), BR=1, BD=triton.next_power_of_2(d), BIAS=bias is not None,
+        count, HQ=hq, HKV=hkv, D=d, MOST=most_parts(count), BR=1, BD=triton.next_power_of_2(d), BIAS=bias is not None,
         NORM=norms is not None, KEEP=False, CACHE=True, num_warps=1)
     return q
 
@@ -512,7 +516,7 @@ class Attention(torch.autograd.Function):
         dq, dk, dv = flash_backward(scaled, q, k, v, out, more, cu, ctx.longest)
         heads, tiles = hq + 2 * hkv, triton.cdiv(rows, 16)
         # without sums over tokens, a program a tile
-        parts = min(tiles, 64) if bq is not None or q_norm is not None else tiles
+        parts = min(tiles, 64) if bq is not None or q_norm is not None else tiles   # their sums are added at the end
         dqkv = torch.empty(rows, heads * d, dtype=BF16, device=x.device)
         dbias, dweight = (dqkv if p is None else torch.empty(parts, heads, d, device=x.device) for p in (bq, q_norm))
         rotate_backward_kernel[(parts, heads)](
@@ -531,8 +535,8 @@ class Attention(torch.autograd.Function):
 
 def attention(x, a, cos, sin, cu, longest):
     """
-    model.Attention `a` on x (T, C) bf16 -> (T, C) fp32. cos, sin (T, D / 2); cu (S + 1,) int32: where the packed
-    sequences begin and end, the longest of `longest` tokens.
+    model.Attention `a` on x (T, C) bf16 -> (T, C) fp32. cos, sin (T, D / 2); cu (sequences + 1,) int32: where the
+    packed sequences begin and end, the longest of `longest` tokens.
     """
     linears = a.q_proj, a.k_proj, a.v_proj, a.o_proj
     norms = (a.q_norm.weight, a.k_norm.weight) if a.c.qk_norm else (None, None)
@@ -631,10 +635,10 @@ def head_grad(logits, lse, targets, g, temperature):
 # Decode attention: one program turns a slot's new key and the query heads of its group, and reads the keys before it
 
 
-# Grid (R, Hkv). qkv (S, R, (Hq + 2 Hkv) D) fp32, in S parts; keys, values (S, Hkv, length, D): the new ones are written
-# at pos[row]; out (R, Hkv, G, D): G query heads share a key head, and so its keys are read once for all of them. The
-# softmax of one walk again, over BN keys at a time, with the weighted values in `acc` (FlashAttention, arXiv
-# 2205.14135, algorithm 1). It begins with the new token, which need not come back from memory.
+# Grid (R, Hkv). qkv (S, R, (Hq + 2 Hkv) D) fp32; keys, values (slots, Hkv, length, D): row r is slot r, and its new
+# ones are written at pos[r]; out (R, Hkv, G, D): G query heads share a key head, and so its keys are read once for all
+# of them. The softmax of one walk again, over BN keys at a time, with the weighted values in `acc` (FlashAttention,
+# arXiv 2205.14135, algorithm 1). It begins with the new token, which need not come back from memory.
 @triton.jit(do_not_specialize=["rows", "S"])
 def attend_kernel(qkv, bias, keys, values, pos, cos, sin, q_weight, k_weight, out, eps, length, scale, rows, S,
                   HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, MOST: tl.constexpr, BG: tl.constexpr,
@@ -645,7 +649,7 @@ def attend_kernel(qkv, bias, keys, values, pos, cos, sin, q_weight, k_weight, ou
     real, stride, new = (g < G) & (d < D), rows.to(tl.int64) * width, tl.load(pos + row)
     kind = keys.dtype.element_ty
     # (BG, BD): tensor cores want 16 rows
-    at = (head * G + g) * D
+    at = (head * G + g) * D   # new + 0 * g: each head has the row's angle
     q = narrow(turned(qkv + row * width + at, stride, bias + at, q_weight, new + 0 * g, cos, sin, out, d, real, eps, S,
                       D, MOST, BIAS, NORM, False), kind)
     at = ((G * HKV + head) + one) * D
@@ -680,21 +684,21 @@ def attend_kernel(qkv, bias, keys, values, pos, cos, sin, q_weight, k_weight, ou
     tl.store(out + (row * HKV + head) * G * D + g * D + d, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
 
 
-def attend(qkv, bias, keys, values, pos, cos, sin, norms, eps, hq, dtype=BF16):
+def attend(qkv, bias, keys, values, pos, cos, sin, norms, eps, hq):
     """
     qkv (S, R, (Hq + 2 Hkv) D) fp32, in S parts, and its bias or None; keys and values (slots, Hkv, T, D). Row r reads
-    slot r before pos[r] and writes its own key and value there -> attention's output (R, Hq * D) as `dtype`. cos, sin
-    (T, D / 2); norms: the weights (D,) of the two head norms, or None.
+    the first pos[r] tokens of slot r, and writes its own key and value behind them -> attention's output (R, Hq * D) in
+    bf16. cos, sin (T, D / 2); norms: the weights (D,) of the two head norms, or None.
     """
-    parts, rows, _ = qkv.shape
+    count, rows, _ = qkv.shape
     _, hkv, length, d = keys.shape
-    out = torch.empty(rows, hq * d, dtype=dtype, device=qkv.device)
+    out = torch.empty(rows, hq * d, dtype=BF16, device=qkv.device)
     q_weight, k_weight = norms or (cos, cos)
     group, bd = hq // hkv, max(16, triton.next_power_of_2(d))
-    bn = 64 if rows * hkv >= 128 else 128   # few programs leave much of the GPU's shared memory to each
+    bn = 64 if rows * hkv >= 128 or bd > 128 else 128   # few programs leave much of the shared memory to each
     attend_kernel[(rows, hkv)](
         qkv, qkv if bias is None else bias, keys, values, pos, cos, sin, q_weight, k_weight, out, eps, length,
-        d ** -0.5 * 1.4426950408889634, rows, parts, HKV=hkv, G=group, D=d, MOST=most_parts(parts),
+        d ** -0.5 * LOG2_E, rows, count, HKV=hkv, G=group, D=d, MOST=most_parts(count),
         BG=max(16, triton.next_power_of_2(group)), BD=bd, BN=bn, BIAS=bias is not None, NORM=norms is not None,
         num_warps=4, num_stages=stages(3, 4 * bn * bd, qkv.device))
     return out
@@ -781,8 +785,8 @@ def pick_kernel(logits, top, total, best, dot, state, counter, out_token, out_lo
 def sample(logits, state, counter, out_token, out_logp, out_entropy, temperature, greedy, last):
     """
     engine.sample_tokens and the bookkeeping of a captured step: logits (R, V) fp32 -> the token, its log-prob and the
-    entropy at [counter] of the out tensors (K, S). state (3, S): token and position, moved on (the position to `last`
-    at most), and the row's key. Greedy takes temperature 1.
+    entropy at [counter] of the out tensors (K, slots). state (3, slots): token and position, moved on (the position to
+    `last` at most), and the row's key. Greedy takes temperature 1.
     """
     rows, v = logits.shape
     block = 2048

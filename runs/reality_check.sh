@@ -23,6 +23,9 @@ SEEDS=${SEEDS:-0 1 2} VARIANTS=${VARIANTS:-lora full} STEPS=${STEPS:-120} JOBS=$
 TUNE_LORA=${TUNE_LORA:-1e-4 3e-4 1e-3 3e-3} TUNE_FULL=${TUNE_FULL:-1e-5 3e-5 1e-4} TUNE_SFT=${TUNE_SFT:-1e-4 3e-4 1e-3}
 TEACHER=${TEACHER:-$OUT/teacher/checkpoint} PORT=${PORT:-8008} ATTEMPTS=${ATTEMPTS:-4}
 PREDICT=${PREDICT:-heldout-same.pass@1 >= 0.5}   # written down before each GRPO run
+for x in "$OUT" "$MODEL" "$LABBOOK" "$TEACHER" "$PREDICT"; do   # xargs reads lines that hold them
+    case "$x" in *[\"\'\\]*) echo "$x: quotes and backslashes are not taken here" >&2; exit 2 ;; esac
+done
 export OUT LABBOOK GPUS OMP_NUM_THREADS=$THREADS
 mkdir -p "$OUT"
 exec 9> "$OUT/.lock"   # its runs hold it too: a second start would clear away the folders that they write to
@@ -35,10 +38,13 @@ fi
 SAME="--model \"$MODEL\" --limit 60 --eval-n 32 --device $DEVICE"
 GRPO="train_grpo.py $SAME --arm grpo --max-steps $STEPS --prompts-per-step 4 --num-generations 8 --eval-every 1000000"
 
-once() {   # name, script, flags ...
+once() {   # name, script, flags ...: an end that was reached with fewer steps goes on
     local folder=$OUT/$1 command; shift
-    if grep -qs '"status": "ok"' "$folder/final.json"; then echo "$folder: done"; return; fi
-    if [ -e "$folder/checkpoint" ]; then command=("$1" --resume "$folder")
+    local words=" $* " steps=
+    case "$words" in *" --max-steps "*) steps=${words#* --max-steps }; steps=${steps%% *} ;; esac
+    if grep -qs '"status": "ok"' "$folder/final.json" && grep -qsE "\"max_steps\": ${steps:-[0-9]+}([^0-9]|$)" "$folder/final.json"
+    then echo "$folder: done"; return; fi
+    if [ -e "$folder/checkpoint" ]; then command=("$1" --resume "$folder" ${steps:+--max-steps "$steps"})
     else rm -rf "$folder"; command=("$@" --output-dir "$folder"); fi
     # GPUS=2: the runs that go on side by side are dealt out to two GPUs
     [ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$((SLOT % GPUS))

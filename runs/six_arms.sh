@@ -24,6 +24,9 @@ MODEL=${MODEL:-data/tiny} TASK=${TASK:-arithmetic} OUT=${OUT:-runs/six_arms} LAB
 STEPS=${STEPS:-100} EVERY=${EVERY:-25} N=${N:-32} N_OTHER=${N_OTHER:-16} MAX_NEW=${MAX_NEW:-256}
 JOBS=${JOBS:-2} THREADS=${THREADS:-1} DEVICE=${DEVICE:-auto} GPUS=${GPUS:-}
 CANDIDATES=${CANDIDATES:-2000} SCREEN=${SCREEN:---limit $CANDIDATES} EVAL=${EVAL:---limit 100} MORE=${MORE:-}
+for x in "$OUT" "$MODEL" "$LABBOOK" "$TASK"; do   # xargs reads lines that hold them
+    case "$x" in *[\"\'\\]*) echo "$x: quotes and backslashes are not taken here" >&2; exit 2 ;; esac
+done
 export OUT LABBOOK GPUS OMP_NUM_THREADS=$THREADS
 mkdir -p "$OUT"
 exec 9> "$OUT/.lock"   # its runs hold it too: a second start would clear away the folders that they write to
@@ -53,10 +56,13 @@ SAME=(--model "$MODEL" --task "$TASK" ${TASKS[@]+"${TASKS[@]}"} --max-new "$MAX_
 SAME+=(--pool "$POOL" --max-steps "$STEPS" --prompts-per-step 8 --num-generations 8 --eval-every "$EVERY" --eval-n "$N"
        --eval-n-other "$N_OTHER" --eval-kl --save-every "$EVERY" $EVAL $MORE)
 
-once() {   # name, script, flags ...
+once() {   # name, script, flags ...: an end that was reached with fewer steps goes on
     local folder=$OUT/$(basename "$OUT")-$1 command; shift
-    if grep -qs '"status": "ok"' "$folder/final.json"; then echo "$folder: done"; return; fi
-    if [ -e "$folder/checkpoint" ]; then command=("$1" --resume "$folder")
+    local words=" $* " steps=
+    case "$words" in *" --max-steps "*) steps=${words#* --max-steps }; steps=${steps%% *} ;; esac
+    if grep -qs '"status": "ok"' "$folder/final.json" && grep -qsE "\"max_steps\": ${steps:-[0-9]+}([^0-9]|$)" "$folder/final.json"
+    then echo "$folder: done"; return; fi
+    if [ -e "$folder/checkpoint" ]; then command=("$1" --resume "$folder" ${steps:+--max-steps "$steps"})
     else rm -rf "$folder"; command=("$@" --output-dir "$folder"); fi
     # GPUS=2: the runs that go on side by side are dealt out to two GPUs
     [ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$((SLOT % GPUS))

@@ -9,7 +9,7 @@ from helpers import tiny_model
 from test_optim import room, saved_bytes
 
 import common
-from engine import GOLDEN, MIX1, MIX2, key_uniform, sample_tokens
+from engine import GOLDEN, MIX1, MIX2, Engine, key_uniform, sample_tokens
 from model import Transformer, packed_attention, rms_norm, rope_angles
 
 fused = pytest.importorskip("fused", reason="needs package triton")
@@ -83,8 +83,15 @@ def test_add_norm(rows, c, add):
     assert torch.equal(state, new) and torch.equal(x, fused.add_norm(h, y if add else None, weight, 1e-5)[1])
 
 
+def test_the_gradient_of_a_plain_sum_is_read_as_that_of_every_number():
+    h, weight = rand(5, 96).requires_grad_(), rand(96).requires_grad_()
+    got = torch.autograd.grad(fused.add_norm(h, None, weight, 1e-5, FP32)[1].sum(), [h, weight])
+    for a, b in zip(got, torch.autograd.grad(rms_norm(h, weight, 1e-5, FP32).sum(), [h, weight])):
+        close(a, b, 1e-5)
+
+
 def test_partial_sums_of_many_rows(monkeypatch):
-    monkeypatch.setattr(fused, "PARTS", 3)
+    monkeypatch.setattr(fused, "GRADIENT_PARTS", 3)
     h, weight = rand(17, 64).requires_grad_(), rand(64).requires_grad_()
     fused.add_norm(h, None, weight, 1e-5, FP32)[1].sin().sum().backward()
     got = [h.grad, weight.grad]
@@ -208,10 +215,10 @@ def test_products_of_few_rows(rows, n, k):
     kind = BF16 if DEVICE == "cuda" else FP16   # which the interpreter multiplies as numbers
     x, w = rand(rows, k, dtype=kind), rand(n, k, dtype=kind)
     want = x.double() @ w.double().t()
-    got = fused.parts(x, w, few=True)
+    got = fused.product_parts(x, w, few=True)
     assert got.dtype == FP32 and (len(got) > 1) == (k > 500)
     close(got.sum(0), want, 1e-5)
-    assert torch.equal(got, fused.parts(x, w, few=True))
+    assert torch.equal(got, fused.product_parts(x, w, few=True))
     w = (rand(2 * n, k) * k ** -0.5).to(kind)
     gate, up = (x.double() @ w.double().t()).chunk(2, -1)
     close(fused.gated(x, w, few=True), F.silu(gate) * up, 4e-3)
@@ -282,6 +289,23 @@ def test_the_model_runs_through_the_kernels_and_recompute_changes_no_gradient(ki
     for name, g in grads[0].items():
         assert torch.equal(g, grads[1][name]) and torch.equal(g, grads[2][name]), name
     assert model.head_weight.factors == (FP16 if params == FP32 else BF16)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_the_engine_decodes_through_the_kernels_as_the_model_runs(kind, monkeypatch):
+    """Token by token into the cache of each row, against one forward pass in fp32."""
+    model = tiny_model(kind, scale=3.0, num_hidden_layers=2).to(DEVICE)
+    ids = torch.randint(5, 100, (4, 7), device=DEVICE)
+    want = model(ids.flatten(), [7] * 4).view(4, 7, -1)
+    model.compute_dtype = BF16
+    if DEVICE != "cuda":
+        monkeypatch.setattr(fused, "FEW", 0)   # the interpreter multiplies no bf16
+    e = Engine(model, slots=4)
+    e.fused, e.kv_dtype = fused, FP16
+    e.reserve(4, 64)
+    with torch.inference_mode():
+        for t in range(7):
+            close(e.blocks(ids[:, t], torch.full((4,), t, device=DEVICE), None, None), want[:, t], 0.02)
 
 
 def test_frozen_weights_get_no_gradient(monkeypatch):

@@ -46,6 +46,7 @@ elif script.startswith(("train", "pretrain")):
     if os.environ.get("FAIL") and folder.endswith(os.environ["FAIL"]):
         sys.exit(script + ": error: the disk is full")
     put(folder + "/final.json", json.dumps({{"status": "ok", "budget": {{"wall_s": 10.0}},
+                                            "config": {{"max_steps": int(after("--max-steps") or 81)}},
                                             "losses": {{"valid": abs(float(after("--lr") or 0) - 3e-4)}}}}, indent=1))
     print("done")
 """
@@ -118,7 +119,7 @@ def test_an_asking_that_was_cut_short_goes_on_and_a_half_trained_teacher_too(lab
     (lab.folder / "runs/reality/teacher/final.json").unlink()   # killed behind a checkpoint
     assert lab.start("reality_check.sh", "teacher", "distil", ENDED="SIGTERM").returncode == 0
     call, = lab.calls("pretrain.py")
-    assert call[1:] == ["--resume", "runs/reality/teacher", "--labbook", "labbook.md"]
+    assert call[1:] == ["--resume", "runs/reality/teacher", "--max-steps", "1200", "--labbook", "labbook.md"]
     assert lab.start("reality_check.sh", "distil").returncode == 0
     assert len(lab.calls("data/distil/prepare.py")) == 1
     assert lab.start("reality_check.sh", "distil").returncode == 0
@@ -152,7 +153,11 @@ def test_a_run_that_fails_is_said_the_others_run_and_a_second_start_goes_on(scri
         lab.start(script, "report")
         assert f"{out}/{failing}" in lab.calls("report.py")[0]
     assert lab.start(script, *stages, OUT=out, MODEL="my model").returncode == 0
-    assert [(value(c, "--resume"), len(c)) for c in lab.calls()] == [(f"{out}/{failing}", 5)]
+    assert [(value(c, "--resume"), len(c)) for c in lab.calls()] == [(f"{out}/{failing}", 7)]
+    assert lab.start(script, *stages, OUT=out, MODEL="my model", STEPS="300").returncode == 0   # done, but for fewer
+    assert {value(c, "--resume") for c in lab.calls()} == {value(c, "--output-dir") for c in first}
+    assert {value(c, "--max-steps") for c in lab.calls()} == {"300"}
+    assert lab.start(script, *stages, OUT=out, MODEL="my model", STEPS="300").returncode == 0 and lab.calls() == []
 
 
 def test_six_arms_give_every_run_the_same_budget_and_pool(lab):
@@ -179,6 +184,13 @@ def test_a_mistake_is_refused_before_anything_is_run_or_written(script, stages, 
     got = lab.start(script, *stages, OUT="runs/out")
     assert got.returncode == 2 and word in got.stderr and len(got.stderr.splitlines()) == 1
     assert lab.calls() == [] and not (lab.folder / "runs/out").exists()
+
+
+@pytest.mark.parametrize("name, text", [("OUT", "runs/it's"), ("MODEL", 'a "b"'), ("LABBOOK", "a\\b")])
+@pytest.mark.parametrize("script", ["reality_check.sh", "six_arms.sh"])
+def test_names_that_a_line_of_the_study_cannot_hold_are_refused(script, name, text, lab):
+    got = lab.start(script, **{name: text})
+    assert got.returncode == 2 and text in got.stderr and lab.calls() == []
 
 
 @pytest.mark.skipif(not shutil.which("flock"), reason="needs Linux")
