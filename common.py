@@ -57,6 +57,22 @@ def disk_is_full(error):
     return False
 
 
+def disk_advice(run, args):
+    """One line for a full disk: free, total, and the flag with a value that needs less."""
+    text = "the disk is full (no space left on device); what was written before is whole"
+    args = run.args if run else args
+    where = next(f for f in (getattr(run, "folder", None), ROOT) if f and Path(f).exists())
+    try:
+        space = shutil.disk_usage(where)
+    except OSError:
+        return text
+    text += f"; {space.free / GIB:.2f} of {space.total / GIB:.2f} GiB are free at {where}: make room"
+    keep = getattr(args, "keep", 1)
+    if keep > 1:
+        text += f", lower --keep {keep} to 1"
+    return text + (", or write elsewhere with --output-dir" if hasattr(args, "output_dir") else "")
+
+
 def fail_in_one_line(run=None, args=None):
     """
     Every exception that reaches the top ends in one line and an exit code; a run's record is written first. args: the
@@ -69,7 +85,7 @@ def fail_in_one_line(run=None, args=None):
         elif issubclass(kind, KeyboardInterrupt):
             text, code = "interrupted", 130
         elif disk_is_full(error):
-            text, code = "the disk is full (no space left on device); what was written before is whole", 1
+            text, code = disk_advice(run, args), 1
         elif out_of_memory(error):
             text, code = memory_advice(error, trace, run, args), 1
         elif issubclass(kind, (RunError, OSError)):
@@ -477,11 +493,13 @@ def check_room(run, model, row_tokens, rows_a_step, slots=0):
         raise UserError(f"memory: the run needs about {(fixed + tokens * a_token) / GIB:.1f} GiB more on "
                         f"{model.device}; {free / GIB:.1f} of {total / GIB:.1f} GiB are free; {mend}")
     folder = next(p for p in [run.folder, *run.folder.resolve().parents] if p.exists())
-    need = (run.args.keep + 1) * trained * 12 + 20 * row_tokens * rows_a_step * (run.args.max_steps or 0)
-    free = shutil.disk_usage(folder).free
+    a_checkpoint, samples = trained * 12, 20 * row_tokens * rows_a_step * (run.args.max_steps or 0)
+    need, (total, _, free) = (run.args.keep + 1) * a_checkpoint + samples, shutil.disk_usage(folder)
     if need > free:
-        raise UserError(f"disk: checkpoints and samples need about {need / GIB:.2f} GiB; {free / GIB:.2f} GiB are free "
-                        f"at {folder}; lower --keep {run.args.keep}, or write elsewhere with --output-dir")
+        fits = int((free - samples) / a_checkpoint) - 1   # one more stands while it is written
+        mend = f"lower --keep {run.args.keep} to {fits}, or write" if 0 < fits < run.args.keep else "write"
+        raise UserError(f"disk: checkpoints and samples need about {need / GIB:.2f} GiB; {free / GIB:.2f} of "
+                        f"{total / GIB:.2f} GiB are free at {folder}; {mend} elsewhere with --output-dir")
 
 
 def out_of_memory(error):
@@ -1313,6 +1331,7 @@ def check_sampler(step, sums, model, rollout, temperature=1.0, few=8):
     The canary of a step's first update, when trainer and sampler still have the same weights: their log-probs of the
     sampled tokens must agree, else the sampler runs on other weights or another distribution (RunError). sums: those of
     the update; where it trained on nothing, `few` rows are scored, since a broken sampler may earn no reward at all.
+    Weights are not pushed anywhere (the sampler reads the trainer's), so there is no push to compare with the last.
     """
     if sums.get("tokens"):
         mean = float(sums["mismatch"]) / float(sums["tokens"])

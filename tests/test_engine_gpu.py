@@ -2,6 +2,8 @@
 The captured decode step on a GPU against the eager one, a CPU and a fresh forward pass, in fp32 (masked attention) and
 in bf16 (flash attention over the slot cache).
 """
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_engine import PROMPTS, TOK, V, rows, train_step
@@ -145,6 +147,17 @@ def test_batch_layout_and_repeat(compute):
         if compute == FP32 and rows(a)[i] == rows(few)[i]:
             n = int(a.length[i]) - 1
             assert torch.allclose(a.logp[i, :n], few.logp[i, :n], atol=1e-5)
+
+
+def test_a_row_is_scored_alone_as_in_the_batch():
+    model = small(compute=FP32)
+    r = Engine(model, slots=40).generate(PROMPTS, 4, max_new=30, seed=1, temperature=1.2)
+    whole = common.score(model, r)[0]
+    for i in range(0, len(r.ids), 5):
+        n = int(r.length[i])
+        alone = common.score(model, SimpleNamespace(ids=r.ids[i:i + 1, :n], mask=r.mask[i:i + 1, :n],
+                                                    length=r.length[i:i + 1]))[0]
+        assert torch.allclose(alone[0], whole[i, :n - 1], atol=1e-5)
 
 
 @pytest.mark.parametrize("compute", [FP32, BF16])

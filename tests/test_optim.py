@@ -293,12 +293,29 @@ def test_the_prediction_is_near_what_a_gpu_took(name, optim, micro, slots, free,
     monkeypatch.setattr(common, "memory_free", lambda device: (free * common.GIB, free * common.GIB))
     args = types.SimpleNamespace(micro_batch_tokens=micro, keep=0, max_steps=0, optim=optim)
     run = types.SimpleNamespace(args=args, folder=tmp_path, remark="")
-    monkeypatch.setattr(common.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=2 ** 50))
+    monkeypatch.setattr(common.shutil, "disk_usage", lambda folder: (2 ** 51, 2 ** 50, 2 ** 50))
     common.check_room(run, model, 1152, 64, slots)
     assert model.checkpointing == (name == "for memory")
     weights = model.num_params() * next(model.parameters()).element_size()
     tokens = micro // 1152 * 1152   # whole rows
     assert (weights + run.room["fixed"] + tokens * run.room["a_token"]) / common.GIB == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("free, said", [(8, "lower --keep 5 to 3, or write elsewhere"),
+                                        (1, "free at {}; write elsewhere")])
+def test_a_disk_that_cannot_hold_the_checkpoints_is_said_before_the_run(free, said, monkeypatch, tmp_path):
+    model = helpers.tiny_model()
+    checkpoint = 12 * model.num_params()   # weights and two moments in fp32
+    args = types.SimpleNamespace(micro_batch_tokens=1024, keep=5, max_steps=0, optim="adamw")
+    run = types.SimpleNamespace(args=args, folder=tmp_path, remark="")
+    for checkpoints in (6, free / 2):   # those that are kept, and one more while it is written
+        monkeypatch.setattr(common.shutil, "disk_usage", lambda folder: (2 ** 40, 0, int(checkpoints * checkpoint)))
+        if checkpoints == 6:
+            common.check_room(run, model, 64, 4, 4)
+            continue
+        with pytest.raises(UserError) as e:
+            common.check_room(run, model, 64, 4, 4)
+        assert said.format(tmp_path) in str(e.value) and "of 1024.00 GiB" in str(e.value)
 
 
 def test_the_room_counts_what_the_optimizer_keeps(monkeypatch, tmp_path):

@@ -563,7 +563,8 @@ def test_a_full_disk_is_said_in_one_line(guesser, tasks, tmp_path):
         pytest.skip("needs root to mount a tmpfs")
     try:
         folder, book = disk / "run", disk / "labbook.md"
-        child = start(*grpo_flags(folder, guesser, tasks, "--max-steps", 150, "--save-every", 1, labbook=book))
+        child = start(*grpo_flags(folder, guesser, tasks, "--max-steps", 150, "--save-every", 1, "--keep", 2,
+                                  labbook=book))
         child.until(lambda: lines_in(folder / "metrics.jsonl") >= 2)
         with open(disk / "filler", "wb", buffering=0) as f:
             try:
@@ -572,7 +573,7 @@ def test_a_full_disk_is_said_in_one_line(guesser, tasks, tmp_path):
             except OSError:
                 pass
         got = child.wait()
-        refused(got, "the disk is full", code=1)
+        refused(got, "the disk is full", "of 0.01 GiB are free", str(disk), "lower --keep 2 to 1", code=1)
         os.unlink(disk / "filler")
         model = load_model(folder / "checkpoint")
         assert all(torch.isfinite(p).all() for p in model.parameters())

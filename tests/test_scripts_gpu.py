@@ -6,7 +6,9 @@ import io
 import json
 import runpy
 import signal
+import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -61,3 +63,18 @@ def test_a_run_moves_between_cpu_and_gpu(there, back, optim, small, tmp_path):  
     assert run_here("train_grpo.py", *flags, "--device", there)[0] == 0
     code, said = run_here("train_grpo.py", "--resume", tmp_path / "run", "--device", back, "--max-steps", 4)
     assert code == 0 and [r["step"] for r in jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4], said
+
+
+def test_a_run_that_is_killed_on_the_gpu_goes_on(small, tmp_path):  # noqa: F811
+    folder, book = tmp_path / "run", tmp_path / "labbook.md"
+    flags = [*arm_flags("train_grpo", "grpo", small), "--max-steps", 200, "--save-every", 2, "--device", "cuda",
+             "--output-dir", folder, "--labbook", book]
+    child = subprocess.Popen([sys.executable, str(ROOT / "train_grpo.py"), *map(str, flags)])
+    rows = folder / "metrics.jsonl"
+    while not ((folder / "checkpoint").exists() and rows.exists() and rows.read_bytes().count(b"\n") >= 3):
+        assert child.poll() is None
+        time.sleep(0.02)
+    child.kill()
+    assert child.wait() == -signal.SIGKILL and not (folder / "final.json").exists()
+    assert run_here("train_grpo.py", "--resume", folder, "--labbook", book)[0] == 0
+    assert [r["step"] for r in jsonl(rows)] == list(range(1, 201))
