@@ -807,9 +807,9 @@ def ledger(records):
         except (UserError, KeyError) as e:
             got = {"outcome": "open", "value": None, "noise": 0.0, "noise_is": "", "why": f"not readable ({e})"}
         lesson = lessons.get(i) or ("a lesson is owed (--lesson)" if got["outcome"] == "miss" else "")
-        rows.append([p.get("run_id"), p.get("text"), number_text(got["value"]), got["outcome"],
-                     f"{got['noise']:.3g}, {got['noise_is']}", got.get("why") or lesson])
-    count = Counter(r[3] for r in rows)
+        rows.append([p.get("run_id"), (p.get("time") or "")[:16], p.get("text"), number_text(got["value"]),
+                     got["outcome"], f"{got['noise']:.3g}, {got['noise_is']}", got.get("why") or lesson])
+    count = Counter(r[4] for r in rows)
     closed = len(rows) - count["open"]
     return rows, (f"{len(rows)} predictions: {count['hit']} hit, {count['within noise']} within noise, {count['miss']} "
                   f"miss, {count['open']} open" + (f"; hit rate {count['hit'] / closed:.2f}" if closed else ""))
@@ -824,6 +824,26 @@ def lost_runs(records):
     return [k for k, v in state.items() if v == "start"]
 
 
+def begun_again(records):
+    """run_id -> its starts that the next start of the same name followed without an end between."""
+    state, again = {}, Counter()
+    for r in records:
+        if r.get("kind") in ("start", "run"):
+            again[r.get("run_id")] += r["kind"] == "start" and state.get(r.get("run_id")) == "start"
+            state[r.get("run_id")] = r["kind"]
+    return {k: n for k, n in again.items() if n}
+
+
+def about_starts(records):
+    """Lines on starts without an end."""
+    again = begun_again(records)
+    out = [f"lost or still running: {run} has a start and no end" for run in lost_runs(records)]
+    if again:
+        out.append("begun again without an end (a resume counts the time before it, a new start does not): "
+                   + ", ".join(f"{run}{f' x {n}' if n > 1 else ''}" for run, n in again.items()))
+    return out
+
+
 def check_labbook(path):
     """Prints the state of the chain, lost runs and the ledger; -> exit code, 1 when the chain is broken."""
     if not Path(path).exists():
@@ -832,12 +852,12 @@ def check_labbook(path):
     kinds = Counter(r.get("kind") for r in records)
     print(f"{path}: {len(records)} records ({', '.join(f'{n} {k}' for k, n in kinds.items()) or 'none'})")
     print("\n".join(problems) or "the chain is whole")
-    for run in lost_runs(records):
-        print(f"lost or still running: {run} has a start and no end")
+    for line in about_starts(records):
+        print(line)
     rows, said = ledger(records)
     print(said if rows else "no predictions")
     for r in rows:
-        print(f"  {r[3]:12s} {r[0]}: {r[1]} (got {r[2]}; noise {r[4]}) {r[5]}".rstrip())
+        print(f"  {r[4]:12s} {r[1]} {r[0]}: {r[2]} (got {r[3]}; noise {r[5]}) {r[6]}".rstrip())
     return 1 if problems else 0
 
 
@@ -856,6 +876,13 @@ def add_lesson(path, text):
 # Findings of the documents: claims with a direction, each judged against its noise
 
 NOT_MEASURED = ": not measured in these runs"
+
+
+def read_off(text, spread, seeds, good):
+    """A claim that no direction decides -> as claim(): one run cannot tell."""
+    if seeds < 2:
+        return f"{text}, {seeds_in_words(seeds)}", spread, seeds, "cannot be told"
+    return text, spread, seeds, "holds" if good else "fails"
 
 
 def claim(words, effect, want):
@@ -942,8 +969,8 @@ def findings(s):
         if len(got) < 2:
             return claim(f"bands of pass@{TOP} overlap", None, "up")
         room = min(h for _, h in got) - max(l for l, _ in got)
-        return f"{len(got)} bands of pass@{TOP} overlap by {room:+.3f}", None, min(len(a) for _, a in rows if a), \
-            "holds" if room >= 0 else "fails"
+        return read_off(f"{len(got)} bands of pass@{TOP} overlap by {room:+.3f}", None,
+                        min(len(a) for _, a in rows if a), room >= 0)
 
     def spread_and_gain():
         e = (c := s.find("grpo")) and change(s, c, IN, "pass@1")
@@ -959,15 +986,15 @@ def findings(s):
         if not e or not pool:
             return "groups without spread at the start, screened pool", None, e.seeds if e else 0, "cannot be told"
         end = per_run("grpo", metric("no_spread", slice(-10, None)))
-        return (f"share of groups without spread {e.mean:.3f} in the first 10 steps, {end.mean:.3f} in the last 10",
-                e.spread, e.seeds, "holds" if e.mean < 0.05 else "fails")
+        return read_off(f"share of groups without spread {e.mean:.3f} in the first 10 steps, {end.mean:.3f} in the "
+                        f"last 10", e.spread, e.seeds, e.mean < 0.05)
 
     def brake():
         e = per_run("rft_shortest_braked", metric("kl", slice(-50, None)))
         if not e:
             return claim("KL of the braked arm", None, "flat")
-        return f"KL {e.mean:.4f} nats a token in the last 50 steps (.003 there)", e.spread, e.seeds, \
-            "holds" if e.mean < 0.01 else "fails"
+        return read_off(f"KL {e.mean:.4f} nats a token in the last 50 steps (.003 there)", e.spread, e.seeds,
+                        e.mean < 0.01)
 
     gain_in, gain_out = [(c := s.find("grpo")) and x and change(s, c, x, "pass@1") for x in (IN, OUT)]
     opd = (c := s.find("opd")) and change(s, c, IN, "pass@1")
@@ -1182,8 +1209,8 @@ def control_table(study):
             "note": "A control that falls far below untrained was destroyed by its learning rate, and proves nothing."}
 
 
-def budget_table(study):
-    rows = []
+def budget_table(study, records):
+    rows, again = [], begun_again(records)
     for c in study.conditions:
         own = {json.dumps(settings(r), sort_keys=True, default=str) for r in c.runs}
         lost = [r for r in study.lost if json.dumps(settings(r), sort_keys=True, default=str) in own]
@@ -1193,8 +1220,10 @@ def budget_table(study):
             values = [x[key] for x in b if x.get(key) is not None]
             return number_text(float(np.mean(values)), 2) if values else "-"
         wasted = sum((r.record.get("budget") or {}).get("wall_s") or 0 for r in lost)
+        starts = sum(again.get(r.record.get("run_id"), 0) for r in c.runs)
         rows.append([c.label, *[mean(k) for k in ("prompts", "rollouts", "tokens_sampled", "tokens_trained", "wall_s")],
-                     f"{wasted:.1f} ({len(lost)})", mean("peak_mem_gib"), mean("peak_rss_gib"), mean("cost")])
+                     f"{wasted:.1f} ({len(lost)})" + f", {starts} starts without an end" * (starts > 0),
+                     mean("peak_mem_gib"), mean("peak_rss_gib"), mean("cost")])
     return {"title": "Budget", "rows": rows, "folded": True,
             "head": ["arm", "prompts", "rollouts", "tokens sampled", "tokens trained", "wall clock (s)",
                      "failed, lost and tuning (s, runs)", "GPU peak (GiB)", "RAM peak (GiB)", "cost"],
@@ -1924,7 +1953,7 @@ def report(args):
                 if (v := verdicts.get((c.label, x))) and v["code"] in ("effect", "format") and not c.control:
                     v["control"] = control_note(s, c, v, verdicts)
         tables = [final_table(s), runs_table(s, records), verdict_table(s, verdicts, margins), findings_table(s),
-                  control_table(s), comparison_table(s), budget_table(s)]
+                  control_table(s), comparison_table(s), budget_table(s, records)]
         tables[2]["note"] += "".join(f" By the {x}." for x in dict.fromkeys(m[1] for m in margins.values() if m[0]))
         if problems and records:
             tables[2]["note"] += " The lab book's chain is broken (see Lab book): a margin may have been edited."
@@ -1947,12 +1976,12 @@ def report(args):
         print(line)
     rows, hits = ledger(records)
     book = [*problems] or [f"{args.labbook}: {len(records)} records, the chain is whole"]
-    book += [f"lost or still running: {x} has a start and no end" for x in lost_runs(records)]
+    book += about_starts(records)
     book += [hits] if rows else []
     predictions = {"title": "Predictions", "rows": rows,
-                   "head": ["run", "prediction", "got", "outcome", "noise", "lesson"],
-                   "note": "Hit: as predicted. Within noise: off by no more than the noise named. Open: no end, or no "
-                           "number."}
+                   "head": ["run", "written down", "prediction", "got", "outcome", "noise", "lesson"],
+                   "note": "All of the lab book, older studies too. Hit: as predicted. Within noise: off by no more "
+                           "than the noise named. Open: no end, or no number."}
     if rows:
         text.append(as_markdown(predictions))
     made = (f"{time.strftime('%Y-%m-%d %H:%M')} by report.py, commit {common.git_state()['commit']}, from "

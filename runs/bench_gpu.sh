@@ -22,7 +22,7 @@ bench() {
 }
 part() { [ "$PART" = all ] || [ "$PART" = "$1" ]; }
 
-case "$PART" in all | rollout-135m | rollout-1.5b | train) ;; *) echo "no part $PART"; exit 2 ;; esac
+case "$PART" in all | rollout-135m | rollout-1.5b | train) ;; *) echo "no part $PART" >&2; exit 2 ;; esac
 # tokens a second, start-up, skewed lengths: 135M and 1.5B, random weights
 part rollout-135m && bench rollout --shape 135m --rows 64 256 512 $(against hf vllm)
 part rollout-1.5b && bench rollout --shape 1.5b --rows 64 256 $(against hf vllm)

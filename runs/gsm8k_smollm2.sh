@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SmolLM2-135M-Instruct on GSM8K: a supervised warm start on the training solutions, then GRPO, each evaluated on 100
-# test problems x 32 samples before and after. Resumable: what has a final.json is not run again.
+# test problems x 32 samples before and after. Resumable: what has ended well is not run again, what has a checkpoint
+# goes on.
 #   python data/smollm2/prepare.py && python data/gsm8k/prepare.py && bash runs/gsm8k_smollm2.sh
 # The settings for one large GPU are the defaults; STEPS, SEED, LABBOOK and DEVICE change them.
 set -euo pipefail

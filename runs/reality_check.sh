@@ -6,6 +6,7 @@
 #   bash runs/reality_check.sh tune        the learning rates, on seed 100; choose, and set LORA_LR and FULL_LR below
 #   bash runs/reality_check.sh             margin grpo teacher distil report, in this order (any of them by name)
 #   TEACHER=FOLDER bash runs/reality_check.sh distil report      a teacher that stands already
+#   PRICE=4 bash runs/reality_check.sh     the price of an hour of the machine, for the records
 #   MODEL=runs/warm/checkpoint LORA_LR=2e-4 VARIANTS=lora SEEDS=0 OUT=runs/reality_135m bash runs/reality_check.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -35,7 +36,7 @@ fi
 
 # the same for every run: 240 problems, 60 + 60 held out, 32 answers an optimizer step (4 problems x 8); xargs reads
 # these lines, and takes a quoted path with spaces as one word
-SAME="--model \"$MODEL\" --limit 60 --eval-n 32 --device $DEVICE"
+SAME="--model \"$MODEL\" --limit 60 --eval-n 32 --device $DEVICE${PRICE:+ --price-per-hour $PRICE}"
 GRPO="train_grpo.py $SAME --arm grpo --max-steps $STEPS --prompts-per-step 4 --num-generations 8 --eval-every 1000000"
 
 once() {   # name, script, flags ...: an end that was reached with fewer steps goes on

@@ -4,9 +4,11 @@
 #
 #   bash runs/six_arms.sh 0 1 2                                  seeds (default 0 1 2); runs/six_arms/ gets all of it
 #   JOBS=1 STEPS=20 OUT=runs/six_arms_try bash runs/six_arms.sh 100
-#   MODEL=runs/smollm2-gsm8k-sft-s0/checkpoint TASK=gsm8k OUT=runs/six_arms_gsm8k JOBS=1 THREADS=8 GRPO_LR=5e-6 \
-#       RFT_LR=5e-6 OPD_LR=5e-6 MORE="--slots 512 --micro-batch-tokens 65536" SCREEN="--limit 7473 --slots 512" \
-#       EVAL="--limit 100 --eval-other math500 --limit-other 133" bash runs/six_arms.sh 0
+#   MODEL=runs/smollm2-gsm8k-sft-s0/checkpoint TASK=gsm8k OUT=runs/six_gsm8k JOBS=6 STEPS=50 GRPO_LR=5e-6 RFT_LR=5e-6 \
+#       OPD_LR=5e-6 MORE="--slots 512 --micro-batch-tokens 65536" SCREEN="--limit 7473 --slots 512" \
+#       EVAL="--eval-other math500 --limit-other 133" bash runs/six_arms.sh 0
+#
+# LIMIT: problems of each evaluation; PRICE: of an hour of the machine, for the records.
 #
 # One line a run is below; then: python report.py --runs runs/six_arms runs/six_arms/untrained-again.json
 set -euo pipefail
@@ -23,7 +25,7 @@ GRPO_LR=${GRPO_LR:-3e-5} RFT_LR=${RFT_LR:-3e-5} OPD_LR=${OPD_LR:-3e-5}
 MODEL=${MODEL:-data/tiny} TASK=${TASK:-arithmetic} OUT=${OUT:-runs/six_arms} LABBOOK=${LABBOOK:-labbook.md}
 STEPS=${STEPS:-100} EVERY=${EVERY:-25} N=${N:-32} N_OTHER=${N_OTHER:-16} MAX_NEW=${MAX_NEW:-256}
 JOBS=${JOBS:-2} THREADS=${THREADS:-1} DEVICE=${DEVICE:-auto} GPUS=${GPUS:-}
-CANDIDATES=${CANDIDATES:-2000} SCREEN=${SCREEN:---limit $CANDIDATES} EVAL=${EVAL:---limit 100} MORE=${MORE:-}
+CANDIDATES=${CANDIDATES:-2000} SCREEN=${SCREEN:---limit $CANDIDATES} LIMIT=${LIMIT:-100} EVAL=${EVAL:-} MORE=${MORE:-}
 for x in "$OUT" "$MODEL" "$LABBOOK" "$TASK"; do   # xargs reads lines that hold them
     case "$x" in *[\"\'\\]*) echo "$x: quotes and backslashes are not taken here" >&2; exit 2 ;; esac
 done
@@ -50,11 +52,11 @@ SAME=(--model "$MODEL" --task "$TASK" ${TASKS[@]+"${TASKS[@]}"} --max-new "$MAX_
 [ -e "$OUT/pool-again.json" ] || python eval_passk.py "${SAME[@]}" --tasks "$POOL" --limit 1000000 --n 8 --k 1 --seed 1 \
     --out "$OUT/pool-again.json" --label "pool, fresh samples" --labbook "$LABBOOK"
 # the untrained model with another seed: the evaluation's own noise
-[ -e "$OUT/untrained-again.json" ] || python eval_passk.py "${SAME[@]}" --n "$N" --limit 100 --seed 1 \
+[ -e "$OUT/untrained-again.json" ] || python eval_passk.py "${SAME[@]}" --n "$N" --limit "$LIMIT" --seed 1 \
     --out "$OUT/untrained-again.json" --label untrained --labbook "$LABBOOK"
 
 SAME+=(--pool "$POOL" --max-steps "$STEPS" --prompts-per-step 8 --num-generations 8 --eval-every "$EVERY" --eval-n "$N"
-       --eval-n-other "$N_OTHER" --eval-kl --save-every "$EVERY" $EVAL $MORE)
+       --eval-n-other "$N_OTHER" --eval-kl --save-every "$EVERY" --limit "$LIMIT" ${PRICE:+--price-per-hour "$PRICE"} $EVAL $MORE)
 
 once() {   # name, script, flags ...: an end that was reached with fewer steps goes on
     local folder=$OUT/$(basename "$OUT")-$1 command; shift

@@ -407,7 +407,7 @@ def test_the_ledger_counts_and_asks_for_lessons(tmp_path, capsys):
     fake_run(tmp_path / "r", [(0, before), (20, after)], labbook=book)
     common.append_record(book, {"kind": "start", "run_id": "gone"}, "start")
     rows, said = report.ledger(common.read_labbook(book)[0])
-    assert [r[3] for r in rows] == ["hit", "miss", "open"] and "a lesson is owed" in rows[1][5]
+    assert [r[4] for r in rows] == ["hit", "miss", "open"] and "a lesson is owed" in rows[1][6]
     assert said == "3 predictions: 1 hit, 0 within noise, 1 miss, 1 open; hit rate 0.50"
     report.add_lesson(str(book), "r: the base was weaker than it looked")
     assert report.check_labbook(str(book)) == 0
@@ -428,13 +428,24 @@ def test_two_studies_with_runs_of_one_name_keep_their_predictions_and_margins_ap
             shutil.rmtree(tmp_path / study, ignore_errors=True)
             fake_run(tmp_path / study / "lora-s0", [(0, before), (20, after)], labbook=book, status=status)
     records = common.read_labbook(book)[0]
-    assert [r[3] for r in report.ledger(records)[0]] == ["hit", "miss"]
+    assert [r[4] for r in report.ledger(records)[0]] == ["hit", "miss"]
     report.add_lesson(str(book), "lora-s0: it was a larger model")
-    assert [r[5] for r in report.ledger(common.read_labbook(book)[0])[0]] == ["", "it was a larger model"]
+    assert [r[6] for r in report.ledger(common.read_labbook(book)[0])[0]] == ["", "it was a larger model"]
     margins = {x: report.margin_for(records, "heldout-same", study_of(tmp_path / x)[0].find("grpo").runs)
                for x in ("toy", "large")}
     assert margins["toy"][0] is None and "younger than the run lora-s0" in margins["toy"][1]
     assert margins["large"][0]["text"] == "heldout-same: gain > 0.1"
+
+
+def test_starts_without_an_end_are_named_also_where_the_run_was_begun_again(tmp_path, capsys):
+    book = tmp_path / "labbook.md"
+    for kind, run in (("start", "a"), ("start", "a"), ("start", "a"), ("run", "a"), ("start", "a"), ("run", "a"),
+                      ("start", "b"), ("run", "b"), ("start", "c")):
+        common.append_record(book, {"kind": kind, "run_id": run}, kind)
+    assert report.begun_again(common.read_labbook(book)[0]) == {"a": 2}
+    assert report.check_labbook(str(book)) == 0
+    out = capsys.readouterr().out
+    assert "begun again without an end" in out and ": a x 2\n" in out and "running: c has a start and no end" in out
 
 
 def test_an_edited_labbook_fails_the_check(tmp_path):
@@ -447,6 +458,11 @@ def test_an_edited_labbook_fails_the_check(tmp_path):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Findings
+
+def test_a_number_of_one_run_is_a_lead():
+    assert report.read_off("KL 1", 0.5, 1, True) == ("KL 1, one run, a lead", 0.5, 1, "cannot be told")
+    assert [report.read_off("KL 1", 0.5, 3, good)[3] for good in (True, False)] == ["holds", "fails"]
+
 
 def test_claims_hold_fail_or_cannot_be_told():
     E = report.Effect
