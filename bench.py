@@ -622,7 +622,7 @@ def cut(model, ids, mask, length, way):
 
 
 def three_ways(args, m, table):
-    """Row A12: equal loss and gradient, and the memory above that of the weights and their gradients."""
+    """Equal loss and gradient, and the memory above that of the weights and their gradients."""
     cuda = m.device.type == "cuda"
     rows, long = (64, 512) if cuda else (16, 128)
     model = make_model(args, m, torch.float32)

@@ -1140,12 +1140,15 @@ def runs_table(study, records):
 
 
 def generation_s(records, run):
-    """Seconds of the teacher's answers that a run was trained on, by the `data` record with their hash; else None."""
-    own = {d.get("sha256") for d in run.data} - {None}
-    made = [r for r in records if r.get("kind") == "data" and r.get("script") == "data/distil/prepare"   # no pool's
-            and own & {d.get("sha256") for d in r.get("data") or []}]
-    # the last one: a distillation that was killed went on, and its budget counts all starts
-    return (made[-1].get("budget") or {}).get("wall_s") if made else None
+    """Seconds of the teacher's answers that a run was trained on, by the `data` record of these files; else None."""
+    def files(data, *keys):   # another teacher's machine may have made the same bytes at another place
+        return {tuple(d.get(k) for k in keys) for d in data or [] if d.get("sha256")}
+    made = [r for r in records if r.get("kind") == "data" and r.get("script") == "data/distil/prepare"]   # no pool's
+    for keys in (("path", "sha256"), ("sha256",)):   # by hash alone where the folder has moved
+        found = [r for r in made if files(run.data, *keys) & files(r.get("data"), *keys)]
+        if found:   # the last one: a distillation that was killed went on, and its budget counts all starts
+            return (found[-1].get("budget") or {}).get("wall_s")
+    return None
 
 
 def verdict_table(study, verdicts, margins):

@@ -10,8 +10,9 @@ passes. Rows are packed without padding. With --valid the weights of the lowest 
 beside the last ones in checkpoint/. Left out: several processes.
 
 Laptop:  python train_sft.py --data data/tiny/work/sft.jsonl --lr 1e-3 --max-steps 100
-GPU:     python train_sft.py --model data/smollm2 --task gsm8k --data data/gsm8k/sft.jsonl --lr 2e-5 --epochs 2
-Ends with a line like  "test pass@1 0.001 -> 0.021 (greedy 0.000 -> 0.040); valid loss 0.8560  158 s  run folder ..."
+GPU:     python train_sft.py --model data/smollm2 --task gsm8k --data data/gsm8k/sft.jsonl \
+             --valid data/gsm8k/sft-valid.jsonl --lr 5e-5 --epochs 2 --rows-per-step 32 --warmup 20
+Ends with a line like  "test pass@1 0.001 -> 0.021 (greedy 0.020 -> 0.030); valid loss 0.8556  152 s  run folder ..."
 """
 import math
 import time
@@ -87,7 +88,7 @@ def encode_row(tokenizer, row, eos_id):
     """
     chat, parts, seen = row.get("messages") or row["prompt"] + row["completion"], [], []
     turns = [i for i, m in enumerate(chat) if m["role"] == "assistant"]
-    for i in turns if "messages" in row else [len(row["prompt"])]:   # answers inside a prompt are read (X10)
+    for i in turns if "messages" in row else [len(row["prompt"])]:   # answers inside a prompt are read
         prompt = common.encode_prompt(tokenizer, chat[:i])
         same = next((k for k, (a, b) in enumerate(zip(seen, prompt)) if a != b), min(len(seen), len(prompt)))
         if same < len(seen):

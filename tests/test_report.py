@@ -285,6 +285,8 @@ def test_the_time_of_a_pool_is_no_generation_and_the_last_record_of_a_distillati
     assert report.generation_s([pool], run) is None
     made = [{**pool, "script": "data/distil/prepare", "budget": {"wall_s": x}} for x in (20.0, 60.0)]
     assert report.generation_s([*made, pool], run) == 60.0 and report.generation_s([], run) is None
+    here = {**made[0], "data": [{"path": run.data[0]["path"], "sha256": "d" * 64}]}   # the same bytes, made elsewhere
+    assert report.generation_s([here, *made], run) == 20.0
 
 
 def test_a_whole_study_folder_may_be_named_with_its_tuning_runs_and_its_teacher(tmp_path):
