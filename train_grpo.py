@@ -74,7 +74,10 @@ def centred_advantage(reward):
 
 
 def group_advantage(reward):
-    """(r - mean) / std in each group, exactly 0 where a group has no spread. reward (N, G); at most sqrt(G - 1)."""
+    """
+    (r - mean) / std in each group, the std of its G rewards (divided by G), exactly 0 where a group has no spread.
+    reward (N, G); at most sqrt(G - 1).
+    """
     centred = centred_advantage(reward)
     return centred / centred.square().mean(1, keepdim=True).sqrt().clamp(min=1e-12)
 
@@ -107,7 +110,7 @@ def get_args(argv=None):
     p.add_argument("--ratio", default="token", choices=["token", "answer"],
                    help="ratio of each token, or geometric mean over the answer (GSPO, arXiv 2507.18071)")
     p.add_argument("--beta", type=number(float, 0), default=None,
-                   help="weight of the KL to the start of the run, in nats (default: the arm's, mostly 0)")
+                   help="weight of the KL to the start of the run, in nats (default: 0, or what the arm brings)")
     p.add_argument("--kl-estimator", default="k2", choices=["k1", "k2", "k3", "exact"],
                    help="k2: gradient of the reverse KL on policy; k1: no pull on average; k3: biased; exact: all of V")
     p.add_argument("--kl-everywhere", action=argparse.BooleanOptionalAction, default=True,
@@ -293,8 +296,8 @@ if __name__ == "__main__":
         # rows that cannot give a gradient are left out of the backward pass, not of the mean
         rows = (torch.ones_like(adv) if beta and args.kl_everywhere else adv).flatten().nonzero()[:, 0].tolist()
         if step == first:
-            b = rows[0] if rows else 0
-            print(common.show_row(tokenizer, r.ids[b, :r.length[b]], r.mask[b, :r.length[b]]))
+            shown = rows[0] if rows else 0
+            print(common.show_row(tokenizer, r.ids[shown, :r.length[shown]], r.mask[shown, :r.length[shown]]))
 
         # update: backward passes over as many rows as fit, then one optimizer step for all of them
         logp_old = common.score(model, r, args.temperature)[0] if args.updates_per_rollout > 1 else None   # (B, T - 1)

@@ -69,7 +69,7 @@ def get_args(argv=None):
     p.add_argument("--arm", default="rft_shortest", choices=ARMS, help="which answer is kept, and the brake")
     p.add_argument("--preset", choices=[*PRESETS, "help"], help="settings of a document, as defaults (help: list them)")
     p.add_argument("--beta", type=number(float, 0), default=None,
-                   help="weight of the KL to the start of the run, in nats (default: the arm's, mostly 0)")
+                   help="weight of the KL to the start of the run, in nats (default: 0, or what the arm brings)")
     p.add_argument("--max-steps", type=number(int, 0), default=100, help="optimizer steps in all")
     p.add_argument("--prompts-per-step", type=number(int, 1), default=8, help="problems a rollout")
     p.add_argument("--num-generations", type=number(int, 2), default=8, help="answers a problem, one group")
@@ -205,8 +205,8 @@ if __name__ == "__main__":
         rows = adv.flatten().nonzero()[:, 0].tolist()
         weight = torch.full((rows_a_step,), 1 / max(1, len(rows)), device=device)   # one denominator a step
         if step == first:
-            b = rows[0] if rows else 0
-            print(common.show_row(tokenizer, r.ids[b, :r.length[b]], r.mask[b, :r.length[b]]))
+            shown = rows[0] if rows else 0
+            print(common.show_row(tokenizer, r.ids[shown, :r.length[shown]], r.mask[shown, :r.length[shown]]))
 
         # update: backward passes over as many rows as fit, then one optimizer step for all of them
         for update in range(args.updates_per_rollout):
