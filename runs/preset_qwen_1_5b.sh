@@ -6,7 +6,11 @@
 # Needs data/gsm8k and data/math500 (their prepare.py).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-ARMS=${*:-grpo penalty0.2 penalty0.5 rft braked rft_random opd random_reward}
+ALL="grpo penalty0.2 penalty0.5 rft braked rft_random opd random_reward"
+ARMS=${*:-$ALL}
+for arm in $ARMS; do
+    case " $ALL " in *" $arm "*) ;; *) echo "no arm $arm; there is $ALL" >&2; exit 2 ;; esac
+done
 OUT=${OUT:-runs/preset_qwen_1_5b} LABBOOK=${LABBOOK:-labbook.md} DEVICE=${DEVICE:-auto}
 mkdir -p "$OUT"
 [ -e "$OUT/model/config.json" ] || python - "$OUT/model" <<'PY'
