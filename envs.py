@@ -234,9 +234,16 @@ def load_rows(path, task, limit=None):
 
 
 def text_key(row):
-    """What two problems are compared by: the prompt's text in lower case, all but letters and digits one space."""
-    text = " ".join(m["content"] for m in row["prompt"])
-    return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFKC", text).lower()).strip()
+    """
+    What two problems are compared by: the prompt's text in lower case without what is not seen (format characters) and
+    without the instruction for the answer's form. Letters, digits and the signs of arithmetic stay (a hyphen between
+    letters is none); all else is one space.
+    """
+    text = unicodedata.normalize("NFKC", " ".join(m["content"] for m in row["prompt"])).lower()
+    text = "".join(c for c in text if unicodedata.category(c) != "Cf")
+    text = re.sub(r"(?<=[^\W\d])-(?=[^\W\d])", " ", re.sub(r"[−–]", "-", text))
+    text = re.sub(r"\s*([+*/^=<>-])\s*", r"\1", re.sub(r"[^\w+*/^=<>-]+|_", " ", text)).strip()
+    return text.removesuffix("end with and the answer").removeprefix("end with and the answer").strip()
 
 
 def check_apart(rows, path, task):

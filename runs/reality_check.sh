@@ -24,8 +24,17 @@ SEEDS=${SEEDS:-0 1 2} VARIANTS=${VARIANTS:-lora full} STEPS=${STEPS:-120} JOBS=$
 TUNE_LORA=${TUNE_LORA:-1e-4 3e-4 1e-3 3e-3} TUNE_FULL=${TUNE_FULL:-1e-5 3e-5 1e-4} TUNE_SFT=${TUNE_SFT:-1e-4 3e-4 1e-3}
 TEACHER=${TEACHER:-$OUT/teacher/checkpoint} PORT=${PORT:-8008} ATTEMPTS=${ATTEMPTS:-4}
 PREDICT=${PREDICT:-heldout-same.pass@1 >= 0.5}   # written down before each GRPO run
-for x in "$OUT" "$MODEL" "$LABBOOK" "$TEACHER" "$PREDICT"; do   # xargs reads lines that hold them
-    case "$x" in *[\"\'\\]*) echo "$x: quotes and backslashes are not taken here" >&2; exit 2 ;; esac
+for x in "$OUT" "$MODEL" "$LABBOOK" "$TEACHER" "$PREDICT" "$DEVICE" "${PRICE:-}" "$LORA_LR" "$FULL_LR"; do
+    case "$x" in *[\"\'\\]* | *$'\n'*) echo "${x//$'\n'/ }: quotes, backslashes and line ends are not taken here" >&2; exit 2 ;; esac
+done
+case "$STEPS" in *[!0-9]* | 0*) echo "STEPS='$STEPS' is not a whole number from 1" >&2; exit 2 ;; esac
+case "$GPUS" in *[!0-9]* | 0*) echo "GPUS='$GPUS' is not a number of GPUs" >&2; exit 2 ;; esac
+for x in SEEDS VARIANTS TUNE_LORA TUNE_FULL TUNE_SFT; do   # xargs without a line would start a run without a name
+    case "${!x}" in *[!\ ]*) ;; *) echo "$x is blank" >&2; exit 2 ;; esac
+done
+case "$SEEDS" in *[!0-9\ ]*) echo "SEEDS='$SEEDS': whole numbers are expected" >&2; exit 2 ;; esac
+for v in $VARIANTS; do
+    case "$v" in lora | full) ;; *) echo "no variant $v; there is lora, full" >&2; exit 2 ;; esac
 done
 export OUT LABBOOK GPUS OMP_NUM_THREADS=$THREADS
 mkdir -p "$OUT"
@@ -40,6 +49,7 @@ SAME="--model \"$MODEL\" --limit 60 --eval-n 32 --device $DEVICE${PRICE:+ --pric
 GRPO="train_grpo.py $SAME --arm grpo --max-steps $STEPS --prompts-per-step 4 --num-generations 8 --eval-every 1000000"
 
 once() {   # name, script, flags ...: an end that was reached with fewer steps goes on
+    [ $# -gt 1 ] || return 0   # xargs without a line
     local folder=$OUT/$1 command; shift
     local words=" $* " steps=
     case "$words" in *" --max-steps "*) steps=${words#* --max-steps }; steps=${steps%% *} ;; esac
@@ -104,7 +114,7 @@ serve() {   # returns when the teacher answers: its start is not on the budget
 
 distil() {   # the teacher's answers may take 0.7 of what one seed took, which leaves time for the training on them
     local first=${VARIANTS%% *} budget seed=${SEEDS%% *}
-    if [ ! -e "$OUT/$first-s$seed/final.json" ]; then
+    if ! grep -qs '"status": "ok"' "$OUT/$first-s$seed/final.json"; then
         echo "no time of $OUT/$first-s$seed yet: the stage grpo first" >&2; exit 2
     fi
     budget=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["budget"]["wall_s"] * 0.7)' \

@@ -14,7 +14,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 for s in "$@"; do
-    case "$s" in "" | *[!0-9\ ]*) echo "seed '$s' is not a whole number; the arguments are seeds" >&2; exit 2 ;; esac
+    case "$s" in *[!0-9\ ]*) ;; *[0-9]*) continue ;; esac
+    echo "seed '$s' is not a whole number; the arguments are seeds" >&2; exit 2
 done
 
 # The learning rate of each family, chosen on seed 100 before the study, among 1e-5, 3e-5 and 1e-4 (100 steps, this pool,
@@ -26,9 +27,13 @@ MODEL=${MODEL:-data/tiny} TASK=${TASK:-arithmetic} OUT=${OUT:-runs/six_arms} LAB
 STEPS=${STEPS:-100} EVERY=${EVERY:-25} N=${N:-32} N_OTHER=${N_OTHER:-16} MAX_NEW=${MAX_NEW:-256}
 JOBS=${JOBS:-2} THREADS=${THREADS:-1} DEVICE=${DEVICE:-auto} GPUS=${GPUS:-}
 CANDIDATES=${CANDIDATES:-2000} SCREEN=${SCREEN:---limit $CANDIDATES} LIMIT=${LIMIT:-100} EVAL=${EVAL:-} MORE=${MORE:-}
-for x in "$OUT" "$MODEL" "$LABBOOK" "$TASK"; do   # xargs reads lines that hold them
-    case "$x" in *[\"\'\\]*) echo "$x: quotes and backslashes are not taken here" >&2; exit 2 ;; esac
+for x in "$OUT" "$MODEL" "$LABBOOK" "$TASK" "$DEVICE" "${PRICE:-}" "$EVAL" "$MORE" "$GRPO_LR" "$RFT_LR" "$OPD_LR"; do
+    case "$x" in *[\"\'\\]* | *$'\n'*) echo "${x//$'\n'/ }: quotes, backslashes and line ends are not taken here" >&2; exit 2 ;; esac
 done
+for x in STEPS EVERY N N_OTHER MAX_NEW LIMIT JOBS THREADS; do
+    case "${!x}" in "" | *[!0-9]* | 0*) echo "$x='${!x}' is not a whole number from 1" >&2; exit 2 ;; esac
+done
+case "$GPUS" in *[!0-9]* | 0*) echo "GPUS='$GPUS' is not a number of GPUs" >&2; exit 2 ;; esac
 export OUT LABBOOK GPUS OMP_NUM_THREADS=$THREADS
 mkdir -p "$OUT"
 exec 9> "$OUT/.lock"   # its runs hold it too: a second start would clear away the folders that they write to
@@ -59,6 +64,7 @@ SAME+=(--pool "$POOL" --max-steps "$STEPS" --prompts-per-step 8 --num-generation
        --eval-n-other "$N_OTHER" --eval-kl --save-every "$EVERY" --limit "$LIMIT" ${PRICE:+--price-per-hour "$PRICE"} $EVAL $MORE)
 
 once() {   # name, script, flags ...: an end that was reached with fewer steps goes on
+    [ $# -gt 1 ] || return 0   # xargs without a line
     local folder=$OUT/$(basename "$OUT")-$1 command; shift
     local words=" $* " steps=
     case "$words" in *" --max-steps "*) steps=${words#* --max-steps }; steps=${steps%% *} ;; esac

@@ -16,7 +16,7 @@ from launch import jsonl, refused, run
 import common
 import eval_passk
 from engine import Engine
-from envs import check_apart, get_task, load_pool
+from envs import check_apart, get_task, load_pool, text_key
 from model import load_model
 
 torch.set_num_threads(1)
@@ -146,9 +146,13 @@ def test_flags_of_a_screening(flags, words):
 def test_problems_are_compared_by_their_normalised_text(tasks):
     task = get_task("arithmetic", tasks)
     check_apart([problem(0, "120?", 1)], "pool", task)
-    for text in ("12?", "12 ?!", "\uff11\uff12"):   # other marks, full-width digits
+    # other marks, full-width digits, a soft hyphen, the instruction for the answer's form
+    for text in ("12?", "12 ?!", "\uff11\uff12", "1\u00ad2?", "12?\nEnd with #### and the answer."):
         with pytest.raises(common.UserError, match="'p0' for one"):
             check_apart([problem(0, text, 1)], "pool", task)
+    key = [text_key(problem(0, text, 1)) for text in ("Is 3 + 4 < 9?", "is 3+4<9", "Is 3 - 4 < 9?", "Is 3 + 4 > 9?")]
+    assert key[0] == key[1] and len(set(key)) == 3
+    assert text_key(problem(0, "A well-known - and old - one", 1)) == "a well known-and old-one"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -179,18 +179,31 @@ def test_six_arms_give_every_run_the_same_budget_and_pool(lab):
 
 @pytest.mark.parametrize("script, stages, word", [
     ("reality_check.sh", ["margin", "grop"], "no stage grop"), ("reality_check.sh", ["--help"], "no stage --help"),
-    ("six_arms.sh", ["--help"], "seed '--help'"), ("six_arms.sh", ["0", "x"], "seed 'x'")])
+    ("six_arms.sh", ["--help"], "seed '--help'"), ("six_arms.sh", ["0", "x"], "seed 'x'"),
+    ("six_arms.sh", [" "], "seed ' '")])
 def test_a_mistake_is_refused_before_anything_is_run_or_written(script, stages, word, lab):
     got = lab.start(script, *stages, OUT="runs/out")
     assert got.returncode == 2 and word in got.stderr and len(got.stderr.splitlines()) == 1
     assert lab.calls() == [] and not (lab.folder / "runs/out").exists()
 
 
-@pytest.mark.parametrize("name, text", [("OUT", "runs/it's"), ("MODEL", 'a "b"'), ("LABBOOK", "a\\b")])
+@pytest.mark.parametrize("name, text", [
+    ("OUT", "runs/it's"), ("MODEL", 'a "b"'), ("LABBOOK", "a\\b"), ("DEVICE", "cuda\ncpu"), ("PRICE", '"'),
+    ("STEPS", "1 --arm dr_grpo"), ("STEPS", "0100"), ("GPUS", "x")])
 @pytest.mark.parametrize("script", ["reality_check.sh", "six_arms.sh"])
-def test_names_that_a_line_of_the_study_cannot_hold_are_refused(script, name, text, lab):
+def test_settings_that_a_line_of_the_study_cannot_hold_are_refused(script, name, text, lab):
     got = lab.start(script, **{name: text})
-    assert got.returncode == 2 and text in got.stderr and lab.calls() == []
+    assert got.returncode == 2 and text.split("\n")[0] in got.stderr and lab.calls() == []
+
+
+@pytest.mark.parametrize("name, text", [("SEEDS", " "), ("SEEDS", "*"), ("TUNE_LORA", " "), ("TUNE_SFT", " "),
+                                        ("VARIANTS", " "), ("VARIANTS", "LoRA")])
+def test_a_blank_list_clears_nothing_away(name, text, lab):
+    (lab.folder / "runs/reality").mkdir()
+    (lab.folder / "runs/reality/precious").touch()
+    got = lab.start("reality_check.sh", "tune", "grpo", **{name: text})
+    assert got.returncode == 2 and len(got.stderr.splitlines()) == 1 and lab.calls() == []
+    assert (lab.folder / "runs/reality/precious").exists()
 
 
 @pytest.mark.skipif(not shutil.which("flock"), reason="needs Linux")
