@@ -70,7 +70,13 @@ def disk_advice(run, args):
     keep = getattr(args, "keep", 1)
     if keep > 1:
         text += f", lower --keep {keep} to 1"
-    return text + (", or write elsewhere with --output-dir" if hasattr(args, "output_dir") else "")
+    return text + (", or write elsewhere with --output-dir"
+                   if hasattr(args, "output_dir") and not getattr(args, "resume", None) else "")
+
+
+def one_line(text):
+    """Control characters and line ends as Python writes them."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda m: repr(m[0])[1:-1], text)
 
 
 def fail_in_one_line(run=None, args=None):
@@ -81,7 +87,7 @@ def fail_in_one_line(run=None, args=None):
     sys.stdout = sys.stdout or open(os.devnull, "w")   # None where the caller closed it
     def hook(kind, error, trace):
         if issubclass(kind, UserError):
-            text, code = str(error).replace("\n", "\\n"), 2
+            text, code = one_line(str(error)), 2
         elif issubclass(kind, KeyboardInterrupt):
             text, code = "interrupted", 130
         elif disk_is_full(error):
@@ -122,8 +128,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
-        message = message.replace("\n", "\\n")   # a value's: the error stays one line
-        print(f"{self.prog}: error: {message} (--help lists the flags)", file=sys.stderr)
+        print(f"{self.prog}: error: {one_line(message)} (--help lists the flags)", file=sys.stderr)
         sys.exit(2)
 
 
@@ -213,7 +218,7 @@ OLD_NAMES = {"--batch-size": "--prompts-per-step (problems a step) and --num-gen
              "--grad-accum": "--micro-batch-tokens (the memory of a backward pass; the gradient does not depend on it)",
              "--data-dir": "--tasks-dir", "--learning-rate": "--lr", "--max-completion-length": "--max-new",
              "vllm-colocate": "leave --rollouts out, samples are drawn in this process and on the device that trains"}
-MAY_CHANGE = ("resume", "max_steps", "device")   # what a resumed run may be given anew
+MAY_CHANGE = ("resume", "max_steps", "device", "keep")   # what a resumed run may be given anew
 
 
 def parse_args(parser, argv=None, presets=None):
@@ -268,7 +273,7 @@ def parse_args(parser, argv=None, presets=None):
     for key, value in known.items():
         if key not in MAY_CHANGE and getattr(args, key) != value:
             parser.error(f"--{key.replace('_', '-')} {getattr(args, key)} differs from the resumed run's {value}; "
-                         f"only --max-steps and --device may change")
+                         f"only --max-steps, --device and --keep may change")
     return args
 
 
@@ -494,12 +499,16 @@ def check_room(run, model, row_tokens, rows_a_step, slots=0):
                         f"{model.device}; {free / GIB:.1f} of {total / GIB:.1f} GiB are free; {mend}")
     folder = next(p for p in [run.folder, *run.folder.resolve().parents] if p.exists())
     a_checkpoint, samples = trained * 12, 20 * row_tokens * rows_a_step * (run.args.max_steps or 0)
-    need, (total, _, free) = (run.args.keep + 1) * a_checkpoint + samples, shutil.disk_usage(folder)
+    samples += 2 * 4 * trained * bool(getattr(run.args, "valid", None))   # best/, and its successor beside it
+    standing = len([f for f in run.folder.glob("checkpoint-*") if f.suffix != ".tmp"])   # of a resumed run
+    more = max(0, run.args.keep + 1 - standing)   # one more stands while it is written
+    need, (total, _, free) = more * a_checkpoint + samples, shutil.disk_usage(folder)
     if need > free:
-        fits = int((free - samples) / a_checkpoint) - 1   # one more stands while it is written
-        mend = f"lower --keep {run.args.keep} to {fits}, or write" if 0 < fits < run.args.keep else "write"
-        raise UserError(f"disk: checkpoints and samples need about {need / GIB:.2f} GiB; {free / GIB:.2f} of "
-                        f"{total / GIB:.2f} GiB are free at {folder}; {mend} elsewhere with --output-dir")
+        fits = int((free - samples) / a_checkpoint) - 1 + standing
+        mend = [f"lower --keep {run.args.keep} to {fits}"] if 0 < fits < run.args.keep else []
+        mend += [] if getattr(run.args, "resume", None) else ["write elsewhere with --output-dir"]
+        raise UserError(f"disk: checkpoints and samples need about {need / GIB:.2f} GiB more; {free / GIB:.2f} of "
+                        f"{total / GIB:.2f} GiB are free at {folder}; {', or '.join(mend) or 'make room'}")
 
 
 def out_of_memory(error):
@@ -595,8 +604,23 @@ def check_writable(path):
         raise UserError(f"--labbook {path}: cannot be written (no permission)")
 
 
+FIELDS = {"kind": str, "run_id": str, "time": str, "text": str, "notes": str, "status": str, "scores": dict,
+          "losses": dict, "config": dict, "budget": dict, "model": dict, "data": list}
+
+
+def odd_field(record):
+    """The first field of a record that has another type than ours have, or that its kind needs; else None."""
+    needs = {"margin": ("time", "text"), "prediction": ("text",)}.get(record.get("kind"), ())
+    return next((k for k, t in FIELDS.items() if not isinstance(record.get(k), (t, type(None)))
+                 or k in needs and record.get(k) is None
+                 or k == "data" and not all(isinstance(d, dict) for d in record.get(k) or [])), None)
+
+
 def read_labbook(path):
-    """-> (records, problems): the records in order, and one sentence for each line that breaks the chain or JSON."""
+    """
+    -> (records, problems): the records in order, and one sentence for each line that breaks the chain or JSON, or has a
+    field of another type (which is left out).
+    """
     records, problems, prev = [], [], ""
     for i, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         if not line.startswith("{"):
@@ -610,8 +634,11 @@ def read_labbook(path):
         if record.get("prev") != prev:
             problems.append(f"{path}:{i}: `prev` is {record.get('prev')}, the record before has {prev or 'no hash'}: "
                             f"edited, removed, or the seam of a merge")
-        records.append(record)
         prev = record_hash(line)
+        if odd := odd_field(record):
+            problems.append(f"{path}:{i}: left out, its {odd} is {repr(record.get(odd))[:40]}")
+        else:
+            records.append(record)
     return records, problems
 
 
@@ -704,6 +731,9 @@ def record_prediction(path, run_id, text):
 # ----------------------------------------------------------------------------------------------------------------------
 # A run: its folder, its records, its end
 
+STEP_FILES = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl")   # a row of each has its step
+
+
 class Run:
     """
     One run folder. `start` writes the start record; every way out writes the one `run` record: finish, a failure
@@ -761,7 +791,7 @@ class Run:
                 old = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
                 same = [("the script", old["script_sha256"], config["script_sha256"]),
                         ("the model", old["model"].get("sha256"), self.model.get("sha256"))] + [
-                    (d["path"], b["sha256"], d["sha256"]) for b, d in zip(old["data"], self.data)]
+                    (d["path"], b["sha256"], d["sha256"]) for b, d in zip(old["data"], self.data, strict=True)]
             except (ValueError, KeyError, TypeError, AttributeError) as e:
                 raise UserError(f"--resume {self.folder}: its config.json is not the one that the run wrote "
                                 f"({type(e).__name__}: {e})") from e
@@ -885,8 +915,25 @@ class Run:
     def state(self):
         return {"budget": self.budget, "wall_s": self.wall_s(), "scores": self.scores}
 
-    def resumes_at(self, step, steps):
-        """The checkpoint's step, where there is something left to do; else a UserError, before anything is written."""
+    def resumes_at(self, state, steps):
+        """
+        state: that of load_checkpoint -> its step, where there is something left to do and the folder is whole; else a
+        UserError, before anything is written.
+        """
+        step, ours = state["step"], state.get("run")
+        if type(step) is not int or step < 0 or not isinstance(ours, dict) or not {"budget", "wall_s", "scores"} <= set(
+                ours):
+            raise UserError(f"--resume {self.folder}: its resume.pt is not whole (step {step!r}, run "
+                            f"{type(ours).__name__})")
+        for name in STEP_FILES:
+            path = self.folder / name
+            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if path.exists() else []
+            for i, line in enumerate(lines, 1):
+                try:
+                    int(json.loads(line)["step"])
+                except (ValueError, KeyError, TypeError) as e:
+                    raise UserError(f"--resume {self.folder}: {name}, line {i} is no row of the run "
+                                    f"({type(e).__name__}); mend it or take the line out") from e
         final = self.folder / "final.json"
         try:
             ended = final.exists() and json.loads(final.read_text(encoding="utf-8")).get("status") == "ok"
@@ -907,7 +954,7 @@ class Run:
         """Back to the state at `step`: rows that later steps wrote are cut from the files, since they come again."""
         self.budget, self.wall_before, self.scores = state["budget"], state["wall_s"], state["scores"]
         whole = None   # the steps whose evaluation is whole: its answers are written before its row
-        for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.jsonl"):
+        for name in STEP_FILES:
             path = self.folder / name
             if path.exists():
                 lines = path.read_text(encoding="utf-8").split("\n")[:-1]   # behind the last \n: a torn row

@@ -107,7 +107,7 @@ if __name__ == "__main__":
     first = 0
     if args.resume:
         state = load_checkpoint(run.folder / "checkpoint", model, optimizer)
-        first = run.resumes_at(state["step"], args.max_steps)
+        first = run.resumes_at(state, args.max_steps)
     run.start(None, [args.data], device, model.settings())
     if args.resume:
         run.restore(first, state["run"])

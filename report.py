@@ -796,15 +796,15 @@ def ledger(records):
             own[name].append(i)
         elif r.get("kind") == "start":
             started.add(name)
-        elif r.get("kind") == "run":
-            ends.update({j: r for j in own[name]})
+        elif r.get("kind") == "run":   # the first good end counts: with more steps it is another run's prediction
+            ends.update({j: r for j in own[name] if (ends.get(j) or {}).get("status") != "ok"})
         elif r.get("what") == "lesson":
             lessons.update({j: r.get("notes") for j in own[name]})
     rows = []
     for i, p in ((i, r) for i, r in enumerate(records) if r.get("kind") == "prediction"):
         try:
             got = reconcile(common.parse_prediction(p["text"]), ends.get(i))
-        except (UserError, KeyError) as e:
+        except (UserError, KeyError, TypeError, AttributeError) as e:
             got = {"outcome": "open", "value": None, "noise": 0.0, "noise_is": "", "why": f"not readable ({e})"}
         lesson = lessons.get(i) or ("a lesson is owed (--lesson)" if got["outcome"] == "miss" else "")
         rows.append([p.get("run_id"), (p.get("time") or "")[:16], p.get("text"), number_text(got["value"]),
@@ -825,12 +825,13 @@ def lost_runs(records):
 
 
 def begun_again(records):
-    """run_id -> its starts that the next start of the same name followed without an end between."""
+    """run_id -> its starts that the next start of the same run followed without an end between."""
     state, again = {}, Counter()
     for r in records:
         if r.get("kind") in ("start", "run"):
-            again[r.get("run_id")] += r["kind"] == "start" and state.get(r.get("run_id")) == "start"
-            state[r.get("run_id")] = r["kind"]
+            key = r.get("run_id"), (r.get("config") or {}).get("output_dir")   # two studies may share a name
+            again[key[0]] += r["kind"] == "start" and state.get(key) == "start"
+            state[key] = r["kind"]
     return {k: n for k, n in again.items() if n}
 
 

@@ -251,7 +251,7 @@ if __name__ == "__main__":
     first = 0
     if args.resume:
         state = load_checkpoint(run.folder / "checkpoint", model, optimizer)
-        first = run.resumes_at(state["step"], args.max_steps)
+        first = run.resumes_at(state, args.max_steps)
     run.start(folder, [source] + [t.path(split) for t, split in held_out], device,
               {"lr": lr, "beta": beta, "loss_norm": norm, **model.settings()}, adapter)
     if args.resume:

@@ -173,7 +173,7 @@ if __name__ == "__main__":
     first, best = 0, None   # best: step and loss of the lowest validation
     if args.resume:
         state = load_checkpoint(run.folder / "checkpoint", model, optimizer)
-        first, best = run.resumes_at(state["step"], steps), state.get("best")
+        first, best = run.resumes_at(state, steps), state.get("best")
     run.start(folder, [args.data] + ([args.valid] if valid else []) + [task.path(s) for s in task.splits], device,
               {"lr": lr, "max_steps": steps, **model.settings()}, adapter)
     if args.resume:

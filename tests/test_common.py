@@ -196,11 +196,24 @@ def test_an_argument_that_is_not_utf8_is_refused(capsys):
             assert e.value.code == 2 and "argument 2 is not UTF-8 text" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("odd", [{"kind": "margin", "text": "a: b"}, {"kind": "margin", "time": "now"},
+                                 {"kind": "prediction"}, {"kind": "run", "time": 5}, {"kind": "run", "scores": []},
+                                 {"kind": "data", "data": [None]}, {"kind": "run", "run_id": 3}])
+def test_a_record_of_other_types_is_named_and_left_out(odd, tmp_path):
+    book = tmp_path / "labbook.md"
+    for record in ({"kind": "run", "run_id": "a"}, odd, {"kind": "run", "run_id": "b"}):
+        common.append_record(book, record, "-")
+    records, problems = common.read_labbook(book)
+    assert [r["run_id"] for r in records] == ["a", "b"]
+    assert len(problems) == 1 and "left out, its " in problems[0]   # and the chain is whole behind it
+
+
 def test_a_value_of_two_lines_makes_an_error_of_one(capsys):
-    for words in (["--lr", "1\n2"], ["--no\nsuch"]):
+    for words in (["--lr", "1\n2"], ["--no\nsuch"], ["--no\r\x1b[2J\u2028such"]):
         with pytest.raises(SystemExit):
             run_parser().parse_args(words)
-        assert capsys.readouterr().err.count("\n") == 1
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert common.one_line("a\nb\x1b\u2028c\u00e9") == "a\\nb\\x1b\\u2028c\u00e9"
 
 
 def run_parser():
@@ -1153,7 +1166,8 @@ def test_a_resumed_run_must_meet_the_same_script_model_and_data(tmp_path, start)
     with pytest.raises(UserError, match="model has changed"):
         resumed.start(tmp_path / "other", [start.tasks], torch.device("cpu"), {})
     config = json.loads((run.folder / "config.json").read_text())
-    for broken in ({"args": config["args"]}, {**config, "data": [{}]}, {**config, "model": None}):
+    for broken in ({"args": config["args"]}, {**config, "data": [{}]}, {**config, "data": []},
+                   {**config, "model": None}):
         (run.folder / "config.json").write_text(json.dumps(broken))
         with pytest.raises(UserError, match="config.json is not the one that the run wrote"):
             start("--resume", run.folder)
@@ -1237,4 +1251,25 @@ def test_devices_and_precisions():
 def test_a_final_json_that_is_no_record_is_named_at_a_resume(text, tmp_path):
     (tmp_path / "final.json").write_text(text)
     with pytest.raises(UserError, match="final.json: not the record of a run"):
-        common.Run.resumes_at(SimpleNamespace(folder=tmp_path), 1, 2)
+        common.Run.resumes_at(SimpleNamespace(folder=tmp_path), STATE, 2)
+
+
+STATE = {"step": 1, "run": {"budget": {}, "wall_s": 1.0, "scores": {}}}
+
+
+@pytest.mark.parametrize("change", [{"step": -1}, {"step": 2.5}, {"step": "2"}, {"step": None}, {"run": None},
+                                    {"run": {}}])
+def test_a_state_that_no_run_leaves_is_refused_before_anything_is_written(change, tmp_path):
+    with pytest.raises(UserError, match="resume.pt is not whole"):
+        common.Run.resumes_at(SimpleNamespace(folder=tmp_path), {**STATE, **change}, 2)
+    assert common.Run.resumes_at(SimpleNamespace(folder=tmp_path), STATE, 2) == 1
+
+
+@pytest.mark.parametrize("name", common.STEP_FILES)
+def test_a_row_that_is_none_is_named_at_a_resume(name, tmp_path):
+    (tmp_path / name).write_text('{"step": 1}\n{"step": 2}\n{"ste')   # a torn last row is cut off by the resume
+    assert common.Run.resumes_at(SimpleNamespace(folder=tmp_path), STATE, 2) == 1
+    for row in ("nonsense", "[]", '{"loss": 1}', '{"step": null}'):
+        (tmp_path / name).write_text(f'{{"step": 1}}\n{row}\n{{"step": 2}}\n')
+        with pytest.raises(UserError, match=f"{name}, line 2 is no row"):
+            common.Run.resumes_at(SimpleNamespace(folder=tmp_path), STATE, 2)

@@ -316,6 +316,14 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_said_before_the_run(free, sa
         with pytest.raises(UserError) as e:
             common.check_room(run, model, 64, 4, 4)
         assert said.format(tmp_path) in str(e.value) and "of 1024.00 GiB" in str(e.value)
+    for i in range(5):   # a resumed run has its checkpoints already, but for the one that is written beside them
+        (tmp_path / f"checkpoint-{i}").mkdir()
+    monkeypatch.setattr(common.shutil, "disk_usage", lambda folder: (2 ** 40, 0, checkpoint))
+    common.check_room(run, model, 64, 4, 4)
+    run.args.resume = str(tmp_path)
+    monkeypatch.setattr(common.shutil, "disk_usage", lambda folder: (2 ** 40, 0, 0))
+    with pytest.raises(UserError, match=r"lower --keep 5 to 4$"):
+        common.check_room(run, model, 64, 4, 4)
 
 
 def test_the_room_counts_what_the_optimizer_keeps(monkeypatch, tmp_path):
