@@ -809,6 +809,7 @@ def load_checkpoint(folder, model, optimizer):
         optimizer.load_state_dict(saved.pop("optimizer"))
         saved["step"]   # what every script goes on from
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as e:
-        reason = " ".join(str(e).split())[:200]
-        raise UserError(f"--resume: {folder} is not whole ({type(e).__name__}: {reason})") from e
+        # of the last, torch's text is advice to load what is not trusted
+        reason = "" if isinstance(e, pickle.UnpicklingError) else f": {' '.join(str(e).split())[:200]}"
+        raise UserError(f"--resume: {folder} is not whole ({type(e).__name__}{reason})") from e
     return saved

@@ -160,7 +160,9 @@ def main():
         command = [sys.executable, str(ROOT / "test_smoke.py"), *sys.argv[1:]]
         devices = ["cpu"] * args.workers + ["gpu"] if torch.cuda.is_available() else [""] * args.workers
         processes = [subprocess.Popen([*command, "--worker", folder, str(i), device], env={
-            **os.environ, "OMP_NUM_THREADS": "1", **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})})
+            **os.environ, "OMP_NUM_THREADS": "1", **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
+            # read when triton is first imported, which may be before tests/conftest.py is
+            **({} if device == "gpu" else {"TRITON_INTERPRET": "1"})})
             for i, device in enumerate(devices)]
 
         def stop(number, frame):
