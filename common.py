@@ -498,13 +498,13 @@ def check_room(run, model, row_tokens, rows_a_step, slots=0):
         raise UserError(f"memory: the run needs about {(fixed + tokens * a_token) / GIB:.1f} GiB more on "
                         f"{model.device}; {free / GIB:.1f} of {total / GIB:.1f} GiB are free; {mend}")
     folder = next(p for p in [run.folder, *run.folder.resolve().parents] if p.exists())
-    a_checkpoint, samples = trained * 12, 20 * row_tokens * rows_a_step * (run.args.max_steps or 0)
-    samples += 2 * 4 * trained * bool(getattr(run.args, "valid", None))   # best/, and its successor beside it
+    a_checkpoint, others = trained * 12, 20 * row_tokens * rows_a_step * (run.args.max_steps or 0)   # samples.jsonl
+    others += 2 * 4 * trained * bool(getattr(run.args, "valid", None))   # best/, and its successor beside it
     standing = len([f for f in run.folder.glob("checkpoint-*") if f.suffix != ".tmp"])   # of a resumed run
     more = max(0, run.args.keep + 1 - standing)   # one more stands while it is written
-    need, (total, _, free) = more * a_checkpoint + samples, shutil.disk_usage(folder)
+    need, (total, _, free) = more * a_checkpoint + others, shutil.disk_usage(folder)
     if need > free:
-        fits = int((free - samples) / a_checkpoint) - 1 + standing
+        fits = int((free - others) / a_checkpoint) - 1 + standing
         mend = [f"lower --keep {run.args.keep} to {fits}"] if 0 < fits < run.args.keep else []
         mend += [] if getattr(run.args, "resume", None) else ["write elsewhere with --output-dir"]
         raise UserError(f"disk: checkpoints and samples need about {need / GIB:.2f} GiB more; {free / GIB:.2f} of "

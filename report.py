@@ -815,30 +815,21 @@ def ledger(records):
                   f"miss, {count['open']} open" + (f"; hit rate {count['hit'] / closed:.2f}" if closed else ""))
 
 
-def lost_runs(records):
-    """run_ids whose last start has no end after it."""
-    state = {}
-    for r in records:
-        if r.get("kind") in ("start", "run"):
-            state[r.get("run_id")] = r["kind"]
-    return [k for k, v in state.items() if v == "start"]
-
-
-def begun_again(records):
-    """run_id -> its starts that the next start of the same run followed without an end between."""
+def unended(records):
+    """-> run_ids whose last start has no end after it; {run_id: starts that the next start followed without an end}."""
     state, again = {}, Counter()
     for r in records:
         if r.get("kind") in ("start", "run"):
             key = r.get("run_id"), (r.get("config") or {}).get("output_dir")   # two studies may share a name
             again[key[0]] += r["kind"] == "start" and state.get(key) == "start"
             state[key] = r["kind"]
-    return {k: n for k, n in again.items() if n}
+    return [run for (run, _), kind in state.items() if kind == "start"], +again
 
 
 def about_starts(records):
     """Lines on starts without an end."""
-    again = begun_again(records)
-    out = [f"lost or still running: {run} has a start and no end" for run in lost_runs(records)]
+    lost, again = unended(records)
+    out = [f"lost or still running: {run} has a start and no end" for run in lost]
     if again:
         out.append("begun again without an end (a resume counts the time before it, a new start does not): "
                    + ", ".join(f"{run}{f' x {n}' if n > 1 else ''}" for run, n in again.items()))
@@ -1214,7 +1205,7 @@ def control_table(study):
 
 
 def budget_table(study, records):
-    rows, again = [], begun_again(records)
+    rows, again = [], unended(records)[1]
     for c in study.conditions:
         own = {json.dumps(settings(r), sort_keys=True, default=str) for r in c.runs}
         lost = [r for r in study.lost if json.dumps(settings(r), sort_keys=True, default=str) in own]

@@ -23,12 +23,10 @@ MODEL=${MODEL:-data/tiny} OUT=${OUT:-runs/reality} LABBOOK=${LABBOOK:-labbook.md
 SEEDS=${SEEDS:-0 1 2} VARIANTS=${VARIANTS:-lora full} STEPS=${STEPS:-120} JOBS=${JOBS:-2} THREADS=${THREADS:-1} GPUS=${GPUS:-}
 TUNE_LORA=${TUNE_LORA:-1e-4 3e-4 1e-3 3e-3} TUNE_FULL=${TUNE_FULL:-1e-5 3e-5 1e-4} TUNE_SFT=${TUNE_SFT:-1e-4 3e-4 1e-3}
 TEACHER=${TEACHER:-$OUT/teacher/checkpoint} PORT=${PORT:-8008} ATTEMPTS=${ATTEMPTS:-4}
-PREDICT=${PREDICT:-heldout-same.pass@1 >= 0.5}   # written down before each GRPO run
-for x in "$OUT" "$MODEL" "$LABBOOK" "$TEACHER" "$PREDICT" "$DEVICE" "${PRICE:-}" "$LORA_LR" "$FULL_LR"; do
-    case "$x" in *[\"\'\\]* | *$'\n'*) echo "${x//$'\n'/ }: quotes, backslashes and line ends are not taken here" >&2; exit 2 ;; esac
-done
-case "$STEPS" in *[!0-9]* | 0*) echo "STEPS='$STEPS' is not a whole number from 1" >&2; exit 2 ;; esac
-case "$GPUS" in *[!0-9]* | 0*) echo "GPUS='$GPUS' is not a number of GPUs" >&2; exit 2 ;; esac
+PREFIX= PREDICT=${PREDICT:-heldout-same.pass@1 >= 0.5}   # written down before each GRPO run
+. runs/study.sh
+plain "$OUT" "$MODEL" "$LABBOOK" "$TEACHER" "$PREDICT" "$DEVICE" "${PRICE:-}" "$LORA_LR" "$FULL_LR"
+whole_numbers STEPS JOBS THREADS PORT ATTEMPTS ${GPUS:+GPUS}
 for x in SEEDS VARIANTS TUNE_LORA TUNE_FULL TUNE_SFT; do   # xargs without a line would start a run without a name
     case "${!x}" in *[!\ ]*) ;; *) echo "$x is blank" >&2; exit 2 ;; esac
 done
@@ -36,35 +34,14 @@ case "$SEEDS" in *[!0-9\ ]*) echo "SEEDS='$SEEDS': whole numbers are expected" >
 for v in $VARIANTS; do
     case "$v" in lora | full) ;; *) echo "no variant $v; there is lora, full" >&2; exit 2 ;; esac
 done
-export OUT LABBOOK GPUS OMP_NUM_THREADS=$THREADS
-mkdir -p "$OUT"
-exec 9> "$OUT/.lock"   # its runs hold it too: a second start would clear away the folders that they write to
-if command -v flock > /dev/null && ! flock -n 9; then
-    echo "OUT=$OUT is in use by another start, or by a run that it left behind: wait for its end" >&2; exit 2
-fi
+export OUT LABBOOK GPUS PREFIX OMP_NUM_THREADS=$THREADS
+hold
 
 # the same for every run: 240 problems, 60 + 60 held out, 32 answers an optimizer step (4 problems x 8); xargs reads
 # these lines, and takes a quoted path with spaces as one word
 SAME="--model \"$MODEL\" --limit 60 --eval-n 32 --device $DEVICE${PRICE:+ --price-per-hour $PRICE}"
 GRPO="train_grpo.py $SAME --arm grpo --max-steps $STEPS --prompts-per-step 4 --num-generations 8 --eval-every 1000000"
 
-once() {   # name, script, flags ...: an end that was reached with fewer steps goes on
-    [ $# -gt 1 ] || return 0   # xargs without a line
-    local folder=$OUT/$1 command; shift
-    local words=" $* " steps=
-    case "$words" in *" --max-steps "*) steps=${words#* --max-steps }; steps=${steps%% *} ;; esac
-    if grep -qs '"status": "ok"' "$folder/final.json" && grep -qsE "\"max_steps\": ${steps:-[0-9]+}([^0-9]|$)" "$folder/final.json"
-    then echo "$folder: done"; return; fi
-    if [ -e "$folder/checkpoint" ]; then command=("$1" --resume "$folder" ${steps:+--max-steps "$steps"})
-    else rm -rf "$folder"; command=("$@" --output-dir "$folder"); fi
-    # GPUS=2: the runs that go on side by side are dealt out to two GPUs
-    [ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$((SLOT % GPUS))
-    echo "$folder: python ${command[0]} ..."
-    python "${command[@]}" --labbook "$LABBOOK" >> "$folder.log" 2>&1 || { tail -n 1 "$folder.log" >&2; return 1; }
-    tail -n 1 "$folder.log"
-}
-export -f once
-all() { xargs -L 1 -P "$JOBS" ${GPUS:+--process-slot-var=SLOT} bash -c 'once "$@"' once; }
 flags() { if [ "$1" = lora ]; then echo "--lora-rank 16 --lr $2"; else echo "--lr $2"; fi; }
 
 tune() {

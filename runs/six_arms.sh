@@ -25,21 +25,13 @@ GRPO_LR=${GRPO_LR:-3e-5} RFT_LR=${RFT_LR:-3e-5} OPD_LR=${OPD_LR:-3e-5}
 
 MODEL=${MODEL:-data/tiny} TASK=${TASK:-arithmetic} OUT=${OUT:-runs/six_arms} LABBOOK=${LABBOOK:-labbook.md}
 STEPS=${STEPS:-100} EVERY=${EVERY:-25} N=${N:-32} N_OTHER=${N_OTHER:-16} MAX_NEW=${MAX_NEW:-256}
-JOBS=${JOBS:-2} THREADS=${THREADS:-1} DEVICE=${DEVICE:-auto} GPUS=${GPUS:-}
+JOBS=${JOBS:-2} THREADS=${THREADS:-1} DEVICE=${DEVICE:-auto} GPUS=${GPUS:-} PREFIX=$(basename "$OUT")-
 CANDIDATES=${CANDIDATES:-2000} SCREEN=${SCREEN:---limit $CANDIDATES} LIMIT=${LIMIT:-100} EVAL=${EVAL:-} MORE=${MORE:-}
-for x in "$OUT" "$MODEL" "$LABBOOK" "$TASK" "$DEVICE" "${PRICE:-}" "$EVAL" "$MORE" "$GRPO_LR" "$RFT_LR" "$OPD_LR"; do
-    case "$x" in *[\"\'\\]* | *$'\n'*) echo "${x//$'\n'/ }: quotes, backslashes and line ends are not taken here" >&2; exit 2 ;; esac
-done
-for x in STEPS EVERY N N_OTHER MAX_NEW LIMIT JOBS THREADS; do
-    case "${!x}" in "" | *[!0-9]* | 0*) echo "$x='${!x}' is not a whole number from 1" >&2; exit 2 ;; esac
-done
-case "$GPUS" in *[!0-9]* | 0*) echo "GPUS='$GPUS' is not a number of GPUs" >&2; exit 2 ;; esac
-export OUT LABBOOK GPUS OMP_NUM_THREADS=$THREADS
-mkdir -p "$OUT"
-exec 9> "$OUT/.lock"   # its runs hold it too: a second start would clear away the folders that they write to
-if command -v flock > /dev/null && ! flock -n 9; then
-    echo "OUT=$OUT is in use by another start, or by a run that it left behind: wait for its end" >&2; exit 2
-fi
+. runs/study.sh
+plain "$OUT" "$MODEL" "$LABBOOK" "$TASK" "$DEVICE" "${PRICE:-}" "$EVAL" "$MORE" "$GRPO_LR" "$RFT_LR" "$OPD_LR"
+whole_numbers STEPS EVERY N N_OTHER MAX_NEW LIMIT JOBS THREADS ${GPUS:+GPUS}
+export OUT LABBOOK GPUS PREFIX OMP_NUM_THREADS=$THREADS
+hold
 
 # problems: for the generated task more than its files of first use hold (they begin with the same ones)
 TASKS=()
@@ -63,22 +55,6 @@ SAME=(--model "$MODEL" --task "$TASK" ${TASKS[@]+"${TASKS[@]}"} --max-new "$MAX_
 SAME+=(--pool "$POOL" --max-steps "$STEPS" --prompts-per-step 8 --num-generations 8 --eval-every "$EVERY" --eval-n "$N"
        --eval-n-other "$N_OTHER" --eval-kl --save-every "$EVERY" --limit "$LIMIT" ${PRICE:+--price-per-hour "$PRICE"} $EVAL $MORE)
 
-once() {   # name, script, flags ...: an end that was reached with fewer steps goes on
-    [ $# -gt 1 ] || return 0   # xargs without a line
-    local folder=$OUT/$(basename "$OUT")-$1 command; shift
-    local words=" $* " steps=
-    case "$words" in *" --max-steps "*) steps=${words#* --max-steps }; steps=${steps%% *} ;; esac
-    if grep -qs '"status": "ok"' "$folder/final.json" && grep -qsE "\"max_steps\": ${steps:-[0-9]+}([^0-9]|$)" "$folder/final.json"
-    then echo "$folder: done"; return; fi
-    if [ -e "$folder/checkpoint" ]; then command=("$1" --resume "$folder" ${steps:+--max-steps "$steps"})
-    else rm -rf "$folder"; command=("$@" --output-dir "$folder"); fi
-    # GPUS=2: the runs that go on side by side are dealt out to two GPUs
-    [ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$((SLOT % GPUS))
-    echo "$folder: python ${command[0]} ..."
-    python "${command[@]}" --labbook "$LABBOOK" >> "$folder.log" 2>&1 || { tail -n 1 "$folder.log" >&2; return 1; }
-    tail -n 1 "$folder.log"
-}
-export -f once
 
 for seed in "${@:-0 1 2}"; do for s in $seed; do
     S="--seed $s$(printf ' "%s"' "${SAME[@]}")"   # quoted, for xargs: a path may hold spaces
@@ -94,5 +70,5 @@ for seed in "${@:-0 1 2}"; do for s in $seed; do
     echo "permuted_reward-s$s train_grpo.py --arm permuted_reward --lr $GRPO_LR $S"
     echo "format_only-s$s     train_grpo.py --arm format_only --lr $GRPO_LR $S"
     echo "lr0-s$s             train_grpo.py --arm grpo --lr 0 $S"
-done; done | xargs -L 1 -P "$JOBS" ${GPUS:+--process-slot-var=SLOT} bash -c 'once "$@"' once
+done; done | all
 echo "all runs are in $OUT: python report.py --runs $OUT $OUT/untrained-again.json"

@@ -445,7 +445,7 @@ def test_starts_without_an_end_are_named_also_where_the_run_was_begun_again(tmp_
                       ("start", "b"), ("run", "b"), ("start", "c")):
         common.append_record(book, {"kind": kind, "run_id": run}, kind)
     common.append_record(book, {"kind": "start", "run_id": "c", "config": {"output_dir": "elsewhere"}}, "start")
-    assert report.begun_again(common.read_labbook(book)[0]) == {"a": 2}
+    assert report.unended(common.read_labbook(book)[0]) == (["c", "c"], {"a": 2})
     assert report.check_labbook(str(book)) == 0
     out = capsys.readouterr().out
     assert "begun again without an end" in out and ": a x 2\n" in out and "running: c has a start and no end" in out

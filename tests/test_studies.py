@@ -59,7 +59,7 @@ def lab(tmp_path):
     (top / "data" / "tiny" / "work").mkdir(parents=True)
     (top / "data" / "tiny" / "work" / "pretrain.jsonl").touch()
     (top / "runs").mkdir()
-    for name in ("six_arms.sh", "reality_check.sh"):
+    for name in ("six_arms.sh", "reality_check.sh", "study.sh"):
         shutil.copy(ROOT / "runs" / name, top / "runs" / name)
     bin_.mkdir()
     (bin_ / "python").write_text(FAKE.format(python=sys.executable))
