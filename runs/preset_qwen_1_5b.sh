@@ -6,7 +6,7 @@
 # Needs data/gsm8k and data/math500 (their prepare.py).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-ALL="grpo penalty0.2 penalty0.5 rft braked rft_random opd random_reward"
+ALL="grpo penalty0.2 penalty0.5 rft braked rft_random opd random_reward permuted_reward format_only dr_grpo"
 ARMS=${*:-$ALL}
 for arm in $ARMS; do
     case " $ALL " in *" $arm "*) ;; *) echo "no arm $arm; there is $ALL" >&2; exit 2 ;; esac
@@ -40,3 +40,6 @@ once braked        train_rft.py  --arm rft_shortest_braked
 once rft_random    train_rft.py  --arm rft_random
 once opd           train_opd.py  --arm opd
 once random_reward train_grpo.py --arm random_reward
+once permuted_reward train_grpo.py --arm permuted_reward
+once format_only   train_grpo.py --arm format_only
+once dr_grpo       train_grpo.py --arm dr_grpo

@@ -23,6 +23,7 @@ from transformers import AutoTokenizer  # noqa: F401  (loaded before the fork, l
 matplotlib.use("Agg")
 import matplotlib.pyplot  # noqa: E402, F401
 
+OUTPUTS = tempfile.TemporaryDirectory(prefix="nanopost-test-")   # removed when the tests end
 FORK = sys.platform == "linux" and not torch.cuda.is_available()
 
 
@@ -32,7 +33,7 @@ class Child:
     def __init__(self, script, args, cwd=ROOT, env=None):
         """script: a path below the project, or an absolute one."""
         self.script, self.args = Path(ROOT) / script, [str(a) for a in args]
-        folder = Path(tempfile.mkdtemp(prefix="child-"))
+        folder = Path(tempfile.mkdtemp(dir=OUTPUTS.name))
         self.out, self.err = folder / "out", folder / "err"
         self.out.touch()
         self.err.touch()

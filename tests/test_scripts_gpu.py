@@ -2,8 +2,10 @@
 Every script and arm on the GPU, as a user starts it but in this process: a GPU takes seconds to be woken, and is awake.
 """
 import contextlib
+import importlib.util
 import io
 import json
+import re
 import runpy
 import signal
 import subprocess
@@ -13,7 +15,7 @@ import time
 import pytest
 import torch
 from helpers import ROOT
-from launch import jsonl
+from launch import jsonl, run
 
 import common
 from test_smoke import arm_commands, arm_flags, small  # noqa: F401  (a fixture)
@@ -55,7 +57,8 @@ def test_evaluation_and_the_pool_on_the_gpu(small, tmp_path):  # noqa: F811
     assert code == 0 and len(json.loads(out.read_text())["problems"]) == 8
 
 
-@pytest.mark.parametrize("optim", ["adamw", "adamw-sr"])
+@pytest.mark.parametrize("optim", ["adamw", "adamw-sr", pytest.param("adamw8bit", marks=pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="needs package bitsandbytes"))])
 @pytest.mark.parametrize("there, back", [("cuda", "cpu"), ("cpu", "cuda")])
 def test_a_run_moves_between_cpu_and_gpu(there, back, optim, small, tmp_path):  # noqa: F811
     flags = [*arm_flags("train_grpo", "grpo", small), "--output-dir", tmp_path / "run", "--labbook",
@@ -78,3 +81,32 @@ def test_a_run_that_is_killed_on_the_gpu_goes_on(small, tmp_path):  # noqa: F811
     assert child.wait() == -signal.SIGKILL and not (folder / "final.json").exists()
     assert run_here("train_grpo.py", "--resume", folder, "--labbook", book)[0] == 0
     assert [r["step"] for r in jsonl(rows)] == list(range(1, 201))
+
+
+@pytest.mark.parametrize("script", ["train_grpo", "train_sft"])
+def test_memory_that_runs_out_is_one_line_and_a_record(script, small, tmp_path):  # noqa: F811
+    """Something else takes all that is left of the GPU once the run is under way: CUDA's own error, not one of ours."""
+    copy = tmp_path / f"{script}.py"
+    copy.write_text(f"""import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+import common, torch
+held, pack_rows = [], common.pack_rows
+def take_all_and_pack(*args):
+    size = torch.cuda.mem_get_info()[0]
+    while size >= 512:   # to the last gap of what the allocator keeps
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    return pack_rows(*args)
+common.pack_rows = take_all_and_pack
+runpy.run_path({str(ROOT / script)!r} + ".py", run_name="__main__")
+""")
+    arm = "grpo" if script == "train_grpo" else None
+    got = run(copy, *arm_flags(script, arm, small), "--device", "cuda", "--output-dir", tmp_path / "run", "--labbook",
+              tmp_path / "labbook.md")
+    assert got.returncode == 1 and len(got.stderr.splitlines()) == 1, got.stderr[-2000:]
+    assert re.search(r"out of memory: asked for [\d.]+ \w+, ([\d.]+) GiB in use of \1; "
+                     r"lower --micro-batch-tokens \d+ \(\d+ would fit\)", got.stderr), got.stderr
+    last = common.read_labbook(tmp_path / "labbook.md")[0][-1]
+    assert (last["kind"], last["status"]) == ("run", "failed") and "out of memory" in last["notes"]
