@@ -552,8 +552,9 @@ HOUSE = set("README.md requirements.txt LICENSE labbook.md pyproject.toml .gitig
 
 def tracked_files():
     got = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if got.returncode:   # an unpacked archive
-        return [str(p.relative_to(ROOT)) for p in ROOT.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    if got.returncode:   # an unpacked archive; a prepared.json is of the person who has it
+        return [str(p.relative_to(ROOT)) for p in ROOT.rglob("*") if p.is_file() and "__pycache__" not in p.parts
+                and p.name != "prepared.json"]
     return [name for name in got.stdout.splitlines() if (ROOT / name).exists()]
 
 
