@@ -355,7 +355,7 @@ def learn(model, optimizer, r, group, micro):
     args, sums = argparse.Namespace(eps=0.2, beta=0.0), {}
     for some in common.micro_batches(r.length, range(rows), micro):
         p = common.pack_rows(r.ids, r.mask, r.length, some, device)
-        b = Places(adv=adv[p.row], weight=weight[p.row], sampler=common.at(r.logp, p))
+        b = Places(adv=adv[p.row], weight=weight[p.row], sampler=common.at_places(r.logp, p))
         hidden = model(p.ids, p.lengths)[p.where]
         grad, part = common.head_backward(hidden, model.head_weight, p.targets,
                                           lambda logp, entropy, at: grpo_loss(logp, at, b, args))

@@ -845,7 +845,7 @@ class Run:
             if not hasattr(self, "bar"):
                 self.bar = tqdm(total=total, initial=step - 1, desc=self.arm, dynamic_ncols=True)
             self.bar.set_postfix_str(line)
-            self.bar.update(1)
+            self.bar.update(step - self.bar.n)   # a rollout may be several steps
         else:
             print(f"step {step}/{total}  {line}", flush=True)
 
@@ -1296,14 +1296,14 @@ def head_backward(hidden, weight, targets, fn, temperature=1.0, full=False, chun
     hidden.backward(gradient), one pass through the body.
     """
     grad, sums, dtype = torch.zeros_like(hidden), {}, head_dtype(hidden, weight)
-    # gradients are far smaller than fp16 numbers: their products are bf16
-    half, through = torch.bfloat16 if dtype == torch.float16 else dtype, dtype != hidden.dtype
-    if through:   # the model runs through these kernels
+    back = torch.bfloat16 if dtype == torch.float16 else dtype   # gradients are far smaller than fp16 numbers
+    through = dtype != hidden.dtype   # the model runs through these kernels
+    if through:
         import fused
-    # with them the passes over the logits keep half of what they keep else
+    # the kernels keep half as much of a row as the passes below do, so that a chunk has twice the rows
     chunk = chunk or chunk_rows(weight.shape[0], hidden.device) * (2 if through and not full else 1)
     w = weight.detach().to(dtype)
-    w_back = w if dtype == half else weight.detach().to(half)
+    w_back = w if dtype == back else weight.detach().to(back)
     if weight.requires_grad and weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     for start in range(0, hidden.shape[0], chunk):
@@ -1331,7 +1331,7 @@ def head_backward(hidden, weight, targets, fn, temperature=1.0, full=False, chun
                 dz = fused.head_grad(z, lse, targets[rows], g, temperature)
             else:   # d logp_target / dz = onehot(target) - p
                 dz = p.mul_(-g[:, None]).scatter_add_(1, targets[rows, None], g[:, None]).div_(temperature)
-        dz, h = dz.to(half), h.to(half)
+        dz, h = dz.to(back), h.to(back)
         grad[rows] = torch.mm(dz, w_back, out_dtype=hidden.dtype) if through else dz @ w_back
         if weight.requires_grad and weight.grad.dtype == dz.dtype:
             weight.grad.addmm_(dz.t(), h)   # without a temporary of (V, C)
@@ -1392,7 +1392,7 @@ def check_sampler(step, sums, model, rollout, temperature=1.0, few=8):
                        f"{limit} in {str(model.compute_dtype)[6:]}): the samples did not come from the current weights")
 
 
-def at(values, pack):
+def at_places(values, pack):
     """values (B, T - 1), or None -> its entries at the trained places of a pack (P,), on the pack's device."""
     return None if values is None else values[pack.row.cpu(), pack.col.cpu()].to(pack.ids.device)
 

@@ -25,9 +25,13 @@ from common import ROOT, RunError, UserError
 
 
 class NumberTask:
-    """Problems whose answer is one number, marked by `#### N`."""
+    """
+    Problems whose answer is one number, marked by `#### N`; also the base of every other task. A subclass has `name`,
+    `splits` (its held-out files, the first one of the family that is trained on) and, with a grade of its own, an
+    `extractor` of its own.
+    """
     extractor = "number-1"   # in every evaluation's record; two readings are never compared under one name
-    train, splits = "train", ()
+    train = "train"
 
     def __init__(self, folder=None):
         self.folder = Path(folder) if folder else ROOT / "data" / self.name
@@ -257,6 +261,13 @@ def check_apart(rows, path, task):
                             f"for one; drop them, what is evaluated must not be trained on")
 
 
+def load_train(task):
+    """The rows of the task's training file; UserError when it shares problems with the task's held-out files."""
+    rows = task.load(task.train)
+    check_apart(rows, task.path(task.train), task)
+    return rows
+
+
 def load_pool(path, task, model_folder, any_pool=False, adapter=None):
     """
     The rows of a pool that eval_passk.py --pool-out has screened. UserError when it was screened with other weights
@@ -309,7 +320,8 @@ class Played:
 def play(engine, tokenizer, task, rows, n, **sampling):
     """
     n samples of each problem: prompts through the one chat template, generation, decoding, grading.
-    `sampling` goes to Engine.generate (max_new, temperature, seed, step, stop, greedy, entropy).
+    `sampling` goes to Engine.generate (max_new, temperature, seed, step, stop, greedy, entropy, and on_stop, which may
+    inject tokens).
     """
     prompts = [common.encode_prompt(tokenizer, row["prompt"]) for row in rows]
     numbers = [common.prompt_number(row["id"]) for row in rows]

@@ -502,7 +502,7 @@ def load_model(name, dtype=torch.float32, device="cpu", compute_dtype=None):
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(i, int) and 0 <= i < config.vocab_size for i in ids):
         raise UserError(f"{folder}: eos_token_id {eos} must be ids below the vocabulary's {config.vocab_size}")
-    model.eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+    model.eos_ids = tuple(ids)
     return model
 
 

@@ -228,9 +228,9 @@ def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
     train_guesser(folder / "model")
     (folder / "tasks").mkdir()
-    rows = [helpers.problem(i, f"{i}?", 1 + i % 2) for i in range(8)]
-    for split in ("train", "heldout-same", "heldout-different"):
-        helpers.write_rows(folder / "tasks" / f"{split}.jsonl", rows)
+    for first, split in enumerate(("train", "heldout-same", "heldout-different")):
+        helpers.write_rows(folder / "tasks" / f"{split}.jsonl",
+                           [helpers.problem(i, f"{i}?", 1 + i % 2) for i in range(8 * first, 8 * first + 8)])
     helpers.write_rows(folder / "sft.jsonl", [
         {"prompt": helpers.problem(i, f"{i + 50}?", 1)["prompt"],   # none of the held-out problems
          "completion": [{"role": "assistant", "content": f"#### {1 + i % 2}"}]} for i in range(8)])
@@ -318,7 +318,8 @@ WRONG = {
     "flag without value": ("train_grpo", [*GRPO, "--lr"], ["--lr"]),
     "flag that the arm does not read": ("train_grpo", [*GRPO, "--arm", "grpo", "--lam", 0.5],
                                         ["--lam", "grpo_length_penalty"]),
-    "arm without its flag": ("train_grpo", [*GRPO, "--arm", "grpo_length_penalty"], ["--lam"]),
+    "arm without its flag": ("train_grpo", [*GRPO, "--arm", "grpo_length_penalty"],
+                            ["--lam", "from 0 to under 1"]),
     "unknown arm": ("train_grpo", [*GRPO, "--arm", "ppo"], ["ppo", "grpo_length_penalty"]),
     "lam 1.0": ("train_grpo", [*GRPO, "--arm", "grpo_length_penalty", "--lam", "1.0"], ["--lam 1", "under 1"]),
     "indivisible steps": ("train_grpo", ["--max-steps", 7, "--updates-per-rollout", 2], ["7", "2", "6 works"]),

@@ -1,14 +1,16 @@
 """
 GRPO: sample a group of answers to each problem, and push the policy towards those that beat their group.
 
-    A_i = (r_i - mean(r)) / std(r)                                        over the G answers of one problem
+    A_i = (r_i - mean(r)) / std(r)                           over the G answers of one problem; std divides by G
     J   = mean_i mean_t min(rho_it A_i, clip(rho_it, 1 - eps, 1 + eps) A_i) - beta KL_it
-    rho_it = pi(y_it) / pi_old(y_it)                                      arXiv 2402.03300, equations 3 and 4
+    rho_it = pi(y_it) / pi_old(y_it)                         arXiv 2402.03300, equation 3
+    KL_it  = (log pi(y_it) - log pi_start(y_it))^2 / 2       k2, the default; equation 4 is --kl-estimator k3
 
 With one update a rollout (the default) rho is exactly 1 and the clip is inert: the loss is then a policy gradient with
 a baseline, its value is near 0 by construction, and what tells that something is learned is the gradient's norm and
-the reward. No value network, no learned reward, no replay. Groups whose answers all have one reward have no advantage
-and, without a KL term, are not even computed; they stay in the denominator.
+the reward. Groups whose answers all have one reward have no advantage and, without a KL term, are not even computed;
+they stay in the denominator. No value network, no learned reward, no replay; of DAPO (arXiv 2503.14476) neither the
+upper eps of its own nor dynamic sampling nor the overlong penalty (its mean over tokens is --loss-norm token).
 
 The arms differ in reward and advantage alone:
 
@@ -17,7 +19,8 @@ The arms differ in reward and advantage alone:
                            never falls below a wrong one. Where a whole group is right, dividing by the std cancels
                            lam: every strength then gives the same advantages.
     dr_grpo                A = r - mean(r), and a sum over tokens divided by a constant, not by the answer's length:
-                           neither easy groups nor short answers weigh more (arXiv 2503.20783)
+                           groups that are nearly all right or all wrong weigh no more than others, nor do short
+                           answers (arXiv 2503.20783)
     random_reward          controls, which can teach nothing about the problems: a fair coin an answer;
     permuted_reward        the step's rewards, dealt to its answers in a random order;
     format_only            1 when the marked answer can be read, right or not. What they gain, no reward has earned.
@@ -25,7 +28,7 @@ The arms differ in reward and advantage alone:
 Laptop:  python train_grpo.py --arm grpo_length_penalty --lam 0.5
 GPU:     python train_grpo.py --model runs/smollm2-gsm8k-sft-s0/checkpoint --task gsm8k --lr 5e-6 --max-steps 200
          (after bash runs/gsm8k_smollm2.sh: a model that is never right has no group with spread, and learns nothing)
-Ends with a line like  "heldout-same pass@1 0.290 -> 0.561 (greedy 0.833 -> 0.883); ...  240 s  run folder runs/..."
+Ends with a line like  "heldout-same pass@1 0.290 -> 0.537 (greedy 0.833 -> 0.817); ...  224 s  run folder runs/..."
 """
 import argparse
 import math
@@ -38,12 +41,13 @@ import torch
 import common
 from common import RunError, UserError, number
 from engine import Engine
-from envs import get_task, load_pool, play
+from envs import get_task, load_pool, load_train, play
 from eval_passk import evaluate_splits
 from model import find_folder, frozen_copy, load_checkpoint, load_model, save_checkpoint, set_up_lora
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Arms: what is rewarded (N, G), and how a reward becomes an advantage (N, G). played: see envs.py; rng: the step's own
+# Arms: what is rewarded (N, G), and how a reward becomes an advantage (N, G). played: see envs.py; args: the flags;
+# rng: random numbers of the step's own
 
 
 def reward_right(played, args, rng):
@@ -51,7 +55,7 @@ def reward_right(played, args, rng):
 
 
 def reward_short(played, args, rng):
-    """1 - lam L when right, else 0. A truncated answer is wrong, so L < 1."""
+    """1 - lam L when right, else 0; L <= 1, where an answer that ends on the last token allowed is not truncated."""
     return played.right.float() * (1 - args.lam * played.length / args.max_new)
 
 
@@ -67,13 +71,13 @@ def reward_format(played, args, rng):
     return torch.tensor([g["answer"] is not None for g in played.grades]).view_as(played.right).float()
 
 
-def centred_advantage(reward):
+def centred_advantage(reward, args=None):
     """r - mean in each group; exactly 0 where a group has no spread, though the mean of equal floats may be off."""
     spread = (reward != reward[:, :1]).any(1, keepdim=True)
     return torch.where(spread, reward - reward.mean(1, keepdim=True), 0.0)
 
 
-def group_advantage(reward):
+def group_advantage(reward, args=None):
     """
     (r - mean) / std in each group, the std of its G rewards (divided by G), exactly 0 where a group has no spread.
     reward (N, G); at most sqrt(G - 1).
@@ -89,7 +93,7 @@ ARMS = {"grpo":                (reward_right, group_advantage, "sequence"),
         "random_reward":       (reward_random, group_advantage, "sequence"),
         "permuted_reward":     (reward_permuted, group_advantage, "sequence"),
         "format_only":         (reward_format, group_advantage, "sequence")}
-ARM_FLAGS = {"lam": ["grpo_length_penalty"]}   # flag -> the arms that read it; to any other arm it is an error
+ARM_FLAGS = {"lam": ["grpo_length_penalty"]}   # flag without a default -> the arms that need it; others refuse it
 
 PRESETS = {   # settings only; what is typed wins
     "qwen-1.5b": {"model": "Qwen/Qwen2.5-1.5B-Instruct", "task": "gsm8k", "prompts_per_step": 8, "num_generations": 8,
@@ -105,14 +109,14 @@ def get_args(argv=None):
     p = common.Parser(description=__doc__.split("\n\n")[0])
     p.add_argument("--arm", default="grpo", choices=ARMS, help="what is rewarded and compared")
     p.add_argument("--preset", choices=[*PRESETS, "help"], help="settings of a document, as defaults (help: list them)")
-    p.add_argument("--lam", type=number(float, 0), help="strength of the length penalty, 0 <= lam < 1")
+    p.add_argument("--lam", type=number(float, 0), help="strength of the length penalty, from 0 to under 1")
     p.add_argument("--eps", type=number(float, above=0, below=1), default=0.2, help="clip of the ratio")
     p.add_argument("--ratio", default="token", choices=["token", "answer"],
                    help="ratio of each token, or geometric mean over the answer (GSPO, arXiv 2507.18071)")
     p.add_argument("--beta", type=number(float, 0), default=None,
                    help="weight of the KL to the start of the run, in nats (default: 0, or what the arm brings)")
     p.add_argument("--kl-estimator", default="k2", choices=["k1", "k2", "k3", "exact"],
-                   help="k2: gradient of the reverse KL on policy; k1: no pull on average; k3: biased; exact: all of V")
+                   help="gradient on policy: k2, that of the reverse KL; k1, 0 on average; k3, biased; exact: all of V")
     p.add_argument("--kl-everywhere", action=argparse.BooleanOptionalAction, default=True,
                    help="the KL term acts on groups without spread too")
     p.add_argument("--loss-norm", default=None, choices=["sequence", "token", "constant"],
@@ -135,10 +139,11 @@ def get_args(argv=None):
     common.add_run_flags(p, pool=True)
     args = common.parse_args(p, argv, PRESETS)
     for flag, arms in ARM_FLAGS.items():
-        if getattr(args, flag) is not None and args.arm not in arms:
-            p.error(f"--{flag} is read by --arm {' and '.join(arms)}, not by {args.arm}")
-    if args.lam is None and args.arm in ARM_FLAGS["lam"]:
-        p.error(f"--arm {args.arm} needs --lam, for example --lam 0.5")
+        name, given = f"--{flag.replace('_', '-')}", getattr(args, flag) is not None
+        if given and args.arm not in arms:
+            p.error(f"{name} is read by --arm {' and '.join(arms)}, not by {args.arm}")
+        if not given and args.arm in arms:
+            p.error(f"--arm {args.arm} needs {name}: {next(a.help for a in p._actions if a.dest == flag)}")
     if args.lam is not None and args.lam >= 1:
         p.error(f"--lam {args.lam:g} must stay under 1 (0.5 works): from 1 on, a long right answer can score below a "
                 f"wrong one, and the policy learns to guess short")
@@ -148,7 +153,7 @@ def get_args(argv=None):
                          ("ratio", args.updates_per_rollout > 1, "--updates-per-rollout 2 or more"))
     if args.max_steps % args.updates_per_rollout:
         p.error(f"--max-steps {args.max_steps} must be a multiple of --updates-per-rollout {args.updates_per_rollout} "
-                f"({args.max_steps - args.max_steps % args.updates_per_rollout} works)")
+                f"({max(args.updates_per_rollout, args.max_steps - args.max_steps % args.updates_per_rollout)} works)")
     common.check_lr(p, args, "1e-6")
     return args
 
@@ -174,7 +179,7 @@ def policy_loss(logp, logp_old, adv, weight, eps):
 
 
 def kl_terms(estimator, logp, logp_ref):
-    """Estimates of KL(policy, reference) at sampled tokens (R,), in nats. http://joschu.net/blog/kl-approx.html"""
+    """KL(policy, reference) at sampled tokens (R,), nats: http://joschu.net/blog/kl-approx.html (k1, k3: unbiased)"""
     d = logp - logp_ref
     return {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[estimator]
 
@@ -187,14 +192,14 @@ class Places:
     sampler: torch.Tensor               # log-prob recorded by the sampler: only compared, never in the gradient
     old: torch.Tensor | None = None     # log-prob before the rollout's first update; None: that is now, the ratio is 1
     ref: torch.Tensor | None = None     # log-prob under the start of the run
-    answer_ratio: torch.Tensor | None = None   # log ratio of the whole answer, in place of the token's
+    answer_log_ratio: torch.Tensor | None = None   # mean over an answer, in place of each token's
 
 
 def grpo_loss(logp, at, b, args):
     """One chunk's loss: logp (R,) of the places b[at] -> summed loss, and summed metrics."""
     old = logp.detach() if b.old is None else b.old[at]
-    if b.answer_ratio is not None:   # the answer's ratio in value, this token's share in gradient
-        old = logp.detach() - b.answer_ratio[at]
+    if b.answer_log_ratio is not None:   # the answer's ratio in value, this token's share in gradient
+        old = logp.detach() - b.answer_log_ratio[at]
     loss, clipped = policy_loss(logp, old, b.adv[at], b.weight[at], args.eps)
     sums = {"clip_frac": clipped.sum(), "mismatch": (logp - b.sampler[at]).abs().sum(),
             "tokens": logp.new_tensor(len(logp))}
@@ -232,7 +237,7 @@ if __name__ == "__main__":
     task = get_task(args.task, args.tasks_dir)
     other = get_task(args.eval_other) if args.eval_other else None
     source = args.pool or task.path(task.train)
-    problems = load_pool(source, task, folder, args.any_pool, adapter) if args.pool else task.load(task.train)
+    problems = load_pool(source, task, folder, args.any_pool, adapter) if args.pool else load_train(task)
     held_out = [(t, split) for t in (task, other) if t for split in t.splits]
     for t, split in held_out:   # a malformed row is refused now, not at the evaluation after hours
         t.load(split)
@@ -288,9 +293,9 @@ if __name__ == "__main__":
         t1 = time.time()
 
         # advantages
-        rng = np.random.default_rng([args.seed, step, 1])   # the 1: not the numbers that order the problems
+        rng = np.random.default_rng([args.seed, step, 1])   # the 1 keeps these apart from those that order problems
         reward = make_reward(played, args, rng)                                 # (N, G)
-        adv = advantage(reward)                                                 # (N, G)
+        adv = advantage(reward, args)                                           # (N, G)
         flat_adv = adv.flatten().to(device)                                     # (B,)
         weight = token_weights(norm, played.length.flatten(), args.max_new).to(device)
         # rows that cannot give a gradient are left out of the backward pass, not of the mean
@@ -300,20 +305,21 @@ if __name__ == "__main__":
             print(common.show_row(tokenizer, r.ids[shown, :r.length[shown]], r.mask[shown, :r.length[shown]]))
 
         # update: backward passes over as many rows as fit, then one optimizer step for all of them
-        logp_old = common.score(model, r, args.temperature)[0] if args.updates_per_rollout > 1 else None   # (B, T - 1)
+        # the trainer's own log-probs (B, T - 1), not the sampler's: rounding between the two is no part of the ratio
+        logp_old = common.score(model, r, args.temperature)[0] if args.updates_per_rollout > 1 else None
         logp_ref = common.score(start, r, args.temperature)[0] if beta and not exact else None
         for update in range(args.updates_per_rollout):
-            answer_ratio = None
+            answer_log_ratio = None
             if update and args.ratio == "answer":   # log of the geometric mean of the answer's token ratios, (B,)
                 now = common.score(model, r, args.temperature)[0]
-                answer_ratio = ((now - logp_old).sum(1) / r.mask.sum(1)).to(device)
+                answer_log_ratio = ((now - logp_old).sum(1) / r.mask.sum(1)).to(device)
             sums = {}
             for group in common.micro_batches(r.length, rows, args.micro_batch_tokens):
                 # rows without padding: ids (T,), and of the P trained tokens: where it is scored, target, row, col
                 p = common.pack_rows(r.ids, r.mask, r.length, group, device)
-                b = Places(adv=flat_adv[p.row], weight=weight[p.row], sampler=common.at(r.logp, p),
-                           old=common.at(logp_old, p) if update else None, ref=common.at(logp_ref, p),
-                           answer_ratio=None if answer_ratio is None else answer_ratio[p.row])
+                b = Places(adv=flat_adv[p.row], weight=weight[p.row], sampler=common.at_places(r.logp, p),
+                           old=common.at_places(logp_old, p) if update else None, ref=common.at_places(logp_ref, p),
+                           answer_log_ratio=None if answer_log_ratio is None else answer_log_ratio[p.row])
                 hidden = model(p.ids, p.lengths)[p.where]                                    # (P, C)
                 if exact:
                     with torch.no_grad():
@@ -331,10 +337,10 @@ if __name__ == "__main__":
                     sums[k] = sums.get(k, 0) + float(v)
             grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip))
             if not math.isfinite(grad_norm + sums.get("loss", 0.0)):
-                bad = run.folder / f"bad-batch-{step + 1}.pt"
+                bad = run.folder / f"bad-batch-{step + update + 1}.pt"
                 torch.save({"ids": r.ids, "mask": r.mask, "length": r.length, "adv": adv, "sums": sums}, bad)
-                raise RunError(f"step {step + 1}: loss {sums.get('loss')}, gradient norm {grad_norm}: not finite; the "
-                               f"batch is in {bad}")
+                raise RunError(f"step {step + update + 1}: loss {sums.get('loss')}, gradient norm {grad_norm}: not "
+                               f"finite; the batch is in {bad}")
             if update == 0:
                 common.check_sampler(step + 1, sums, model, r, args.temperature)
                 mismatch = sums.get("mismatch", 0.0) / (sums.get("tokens") or 1)   # later, the policy has moved itself

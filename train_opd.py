@@ -4,12 +4,12 @@ On-policy self-distillation: the policy answers, and a better informed copy of i
     L = 1/B sum over the step's B answers y, sum over t of  KL(student(. | x, y_<t), teacher(. | x + hint, y_<t))
     KL(p, q) = sum over the vocabulary of p(v) (log p(v) - log q(v))
 
-The teacher is the frozen start of the run; what it knows more is the right final answer (not the reasoning), which
-stands behind the question in its prompt. Both prompts go through the one chat-template function, and both models read
-the same sampled tokens at the same places of the answer. No gradient flows through the sampling, the hint or the
-teacher. No reward enters: right and wrong answers are graded alike (reward and right are only recorded). Any task with
-an answer key will do. The student's entropy comes from the same pass. Left out: interpolated divergences, a teacher
-that follows the student.
+The teacher is the frozen start of the run; what it knows beyond the student is the right final answer (not the
+reasoning), which stands behind the question in its prompt. Both prompts go through the one chat-template function, and
+both models read the same sampled tokens at the same places of the answer. No gradient flows through the sampling, the
+hint or the teacher. No reward enters: right and wrong answers are graded alike (reward and right are only recorded).
+Any task with an answer key will do. The student's entropy comes from the same pass. Left out: interpolated divergences,
+a teacher that follows the student.
 
 Laptop:  python train_opd.py
 GPU:     python train_opd.py --model runs/smollm2-gsm8k-sft-s0/checkpoint --task gsm8k --lr 5e-6 --max-steps 200
@@ -25,7 +25,7 @@ import torch
 import common
 from common import RunError, UserError, number
 from engine import Engine
-from envs import get_task, load_pool, play
+from envs import get_task, load_pool, load_train, play
 from eval_passk import evaluate_splits
 from model import find_folder, frozen_copy, load_checkpoint, load_model, save_checkpoint, set_up_lora
 
@@ -59,7 +59,7 @@ def get_args(argv=None):
                    help="what the teacher reads behind the question, {} is the right answer")
     p.add_argument("--max-steps", type=number(int, 0), default=100, help="optimizer steps in all")
     p.add_argument("--prompts-per-step", type=number(int, 1), default=8, help="problems a rollout")
-    p.add_argument("--num-generations", type=number(int, 2), default=8, help="answers a problem, one group")
+    p.add_argument("--num-generations", type=number(int, 1), default=8, help="answers a problem, one group")
     p.add_argument("--updates-per-rollout", type=number(int, 1), default=1, help="optimizer steps on each rollout")
     p.add_argument("--micro-batch-tokens", type=number(int, 1), default=16384, help="tokens of one backward pass")
     p.add_argument("--max-new", type=number(int, 1), default=256, help="sampled tokens an answer at most")
@@ -76,7 +76,7 @@ def get_args(argv=None):
     args = common.parse_args(p, argv, PRESETS)
     if args.max_steps % args.updates_per_rollout:
         p.error(f"--max-steps {args.max_steps} must be a multiple of --updates-per-rollout {args.updates_per_rollout} "
-                f"({args.max_steps - args.max_steps % args.updates_per_rollout} works)")
+                f"({max(args.updates_per_rollout, args.max_steps - args.max_steps % args.updates_per_rollout)} works)")
     common.check_lr(p, args, "1e-6")
     return args
 
@@ -101,8 +101,8 @@ def opd_loss(logits, logits_teacher, targets, sampler, answers):
     One chunk's loss: logits of both (R, V) at the temperature, targets and sampler (R,): the sampled tokens and the
     log-prob recorded with them, which is only compared; answers: of the whole step. -> summed loss, and summed metrics.
     """
-    all_logp, all_ref = logits.log_softmax(-1), logits_teacher.log_softmax(-1)
-    kl = (all_logp.exp() * (all_logp - all_ref)).sum(-1)                                     # (R,) nats
+    all_logp, all_teacher = logits.log_softmax(-1), logits_teacher.log_softmax(-1)
+    kl = (all_logp.exp() * (all_logp - all_teacher)).sum(-1)                                 # (R,) nats
     loss = kl.sum() / answers
     logp = all_logp.gather(1, targets[:, None])[:, 0]
     return loss, {"mismatch": (logp - sampler).abs().sum(), "tokens": logp.new_tensor(len(logp)), "kl": kl.sum(),
@@ -127,7 +127,7 @@ if __name__ == "__main__":
     task = get_task(args.task, args.tasks_dir)
     other = get_task(args.eval_other) if args.eval_other else None
     source = args.pool or task.path(task.train)
-    problems = load_pool(source, task, folder, args.any_pool, adapter) if args.pool else task.load(task.train)
+    problems = load_pool(source, task, folder, args.any_pool, adapter) if args.pool else load_train(task)
     held_out = [(t, split) for t in (task, other) if t for split in t.splits]
     for t, split in held_out:   # a malformed row is refused now, not at the evaluation after hours
         t.load(split)
@@ -196,7 +196,7 @@ if __name__ == "__main__":
                 p = common.pack_rows(r.ids, r.mask, r.length, group, device)
                 q = common.pack_rows(told.ids, told.mask, told.length, group, device)
                 assert torch.equal(p.targets, q.targets)   # the same tokens in the same order
-                sampler = common.at(r.logp, p)
+                sampler = common.at_places(r.logp, p)
                 hidden = model(p.ids, p.lengths)[p.where]                                    # (P, C)
                 with torch.no_grad():
                     hidden_start = start(q.ids, q.lengths)[q.where]
@@ -209,10 +209,10 @@ if __name__ == "__main__":
                     sums[k] = sums.get(k, 0) + float(v)
             grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip))
             if not math.isfinite(grad_norm + sums.get("loss", 0.0)):
-                bad = run.folder / f"bad-batch-{step + 1}.pt"
+                bad = run.folder / f"bad-batch-{step + update + 1}.pt"
                 torch.save({"ids": r.ids, "mask": r.mask, "length": r.length, "sums": sums}, bad)
-                raise RunError(f"step {step + 1}: loss {sums.get('loss')}, gradient norm {grad_norm}: not finite; the "
-                               f"batch is in {bad}")
+                raise RunError(f"step {step + update + 1}: loss {sums.get('loss')}, gradient norm {grad_norm}: not "
+                               f"finite; the batch is in {bad}")
             if update == 0:
                 common.check_sampler(step + 1, sums, model, r, args.temperature)
                 mismatch = sums.get("mismatch", 0.0) / (sums.get("tokens") or 1)   # later, the policy has moved itself

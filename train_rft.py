@@ -29,12 +29,13 @@ import torch
 import common
 from common import RunError, UserError, number
 from engine import Engine
-from envs import get_task, load_pool, play
+from envs import get_task, load_pool, load_train, play
 from eval_passk import evaluate_splits
 from model import find_folder, frozen_copy, load_checkpoint, load_model, save_checkpoint, set_up_lora
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Arms: the order in which a problem's answers are preferred (N, G). played: see envs.py; rng: the step's own
+# Arms: the order in which a problem's answers are preferred (N, G). played: see envs.py; rng: random numbers of the
+# step's own
 
 
 def shortest_first(played, rng):
@@ -55,7 +56,7 @@ def keep_first(order, right):
 ARMS = {"rft_shortest":        (shortest_first, 0.0),
         "rft_shortest_braked": (shortest_first, 0.05),
         "rft_random":          (any_order, 0.0)}
-ARM_FLAGS = {"beta": ["rft_shortest_braked"]}   # flag -> the arms that read it; to any other arm it is an error
+ARM_FLAGS = {"beta": ["rft_shortest_braked"]}   # flag without a default -> the arms that read it; others refuse it
 
 PRESETS = {   # settings only; what is typed wins
     "qwen-1.5b": {"model": "Qwen/Qwen2.5-1.5B-Instruct", "task": "gsm8k", "prompts_per_step": 8, "num_generations": 8,
@@ -72,7 +73,7 @@ def get_args(argv=None):
                    help="weight of the KL to the start of the run, in nats (default: 0, or what the arm brings)")
     p.add_argument("--max-steps", type=number(int, 0), default=100, help="optimizer steps in all")
     p.add_argument("--prompts-per-step", type=number(int, 1), default=8, help="problems a rollout")
-    p.add_argument("--num-generations", type=number(int, 2), default=8, help="answers a problem, one group")
+    p.add_argument("--num-generations", type=number(int, 1), default=8, help="answers a problem, one group")
     p.add_argument("--updates-per-rollout", type=number(int, 1), default=1, help="optimizer steps on each rollout")
     p.add_argument("--micro-batch-tokens", type=number(int, 1), default=16384, help="tokens of one backward pass")
     p.add_argument("--max-new", type=number(int, 1), default=256, help="sampled tokens an answer at most")
@@ -88,11 +89,12 @@ def get_args(argv=None):
     common.add_run_flags(p, pool=True)
     args = common.parse_args(p, argv, PRESETS)
     for flag, arms in ARM_FLAGS.items():
-        if getattr(args, flag) is not None and args.arm not in arms:
-            p.error(f"--{flag} is read by --arm {' and '.join(arms)}, not by {args.arm}")
+        name, given = f"--{flag.replace('_', '-')}", getattr(args, flag) is not None
+        if given and args.arm not in arms:
+            p.error(f"{name} is read by --arm {' and '.join(arms)}, not by {args.arm}")
     if args.max_steps % args.updates_per_rollout:
         p.error(f"--max-steps {args.max_steps} must be a multiple of --updates-per-rollout {args.updates_per_rollout} "
-                f"({args.max_steps - args.max_steps % args.updates_per_rollout} works)")
+                f"({max(args.updates_per_rollout, args.max_steps - args.max_steps % args.updates_per_rollout)} works)")
     common.check_lr(p, args, "1e-6")
     return args
 
@@ -143,7 +145,7 @@ if __name__ == "__main__":
     task = get_task(args.task, args.tasks_dir)
     other = get_task(args.eval_other) if args.eval_other else None
     source = args.pool or task.path(task.train)
-    problems = load_pool(source, task, folder, args.any_pool, adapter) if args.pool else task.load(task.train)
+    problems = load_pool(source, task, folder, args.any_pool, adapter) if args.pool else load_train(task)
     held_out = [(t, split) for t in (task, other) if t for split in t.splits]
     for t, split in held_out:   # a malformed row is refused now, not at the evaluation after hours
         t.load(split)
@@ -198,7 +200,7 @@ if __name__ == "__main__":
         t1 = time.time()
 
         # advantages: 1 for the answer that is kept, 0 for the others
-        rng = np.random.default_rng([args.seed, step, 1])   # the 1: not the numbers that order the problems
+        rng = np.random.default_rng([args.seed, step, 1])   # the 1 keeps these apart from those that order problems
         reward = played.right.float()                                           # (N, G)
         adv = keep_first(make_order(played, rng), played.right).float()         # (N, G)
         flat_adv = adv.flatten().to(device)                                     # (B,)
@@ -214,7 +216,7 @@ if __name__ == "__main__":
             for group in common.micro_batches(r.length, rows, args.micro_batch_tokens):
                 # rows without padding: ids (T,), and of the P trained tokens: where it is scored, target, row, col
                 p = common.pack_rows(r.ids, r.mask, r.length, group, device)
-                b = Places(adv=flat_adv[p.row], weight=weight[p.row], sampler=common.at(r.logp, p))
+                b = Places(adv=flat_adv[p.row], weight=weight[p.row], sampler=common.at_places(r.logp, p))
                 hidden = model(p.ids, p.lengths)[p.where]                                    # (P, C)
                 if exact:
                     with torch.no_grad():
@@ -232,10 +234,10 @@ if __name__ == "__main__":
                     sums[k] = sums.get(k, 0) + float(v)
             grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip))
             if not math.isfinite(grad_norm + sums.get("loss", 0.0)):
-                bad = run.folder / f"bad-batch-{step + 1}.pt"
+                bad = run.folder / f"bad-batch-{step + update + 1}.pt"
                 torch.save({"ids": r.ids, "mask": r.mask, "length": r.length, "adv": adv, "sums": sums}, bad)
-                raise RunError(f"step {step + 1}: loss {sums.get('loss')}, gradient norm {grad_norm}: not finite; the "
-                               f"batch is in {bad}")
+                raise RunError(f"step {step + update + 1}: loss {sums.get('loss')}, gradient norm {grad_norm}: not "
+                               f"finite; the batch is in {bad}")
             if update == 0:
                 common.check_sampler(step + 1, sums, model, r, args.temperature)
                 mismatch = sums.get("mismatch", 0.0) / (sums.get("tokens") or 1)   # later, the policy has moved itself

@@ -20,7 +20,7 @@ import time
 import torch
 
 import common
-from common import RunError, number
+from common import RunError, UserError, number
 from engine import Engine
 from envs import check_apart, get_task
 from eval_passk import evaluate_splits
@@ -137,7 +137,7 @@ if __name__ == "__main__":
     for split in task.splits:   # a malformed row is refused now, not at the evaluation after hours
         task.load(split)
     if not model.eos_ids:
-        raise common.UserError(f"--model {args.model}: no eos_token_id, so that no answer could be taught to end")
+        raise UserError(f"--model {args.model}: no eos_token_id, so that no answer could be taught to end")
 
     longest, dropped = min(args.max_length, model.config.max_position_embeddings), []
 
@@ -148,8 +148,8 @@ if __name__ == "__main__":
         for i, row in enumerate(chats, 1):
             try:
                 rows.append(encode_row(tokenizer, row, model.eos_ids[0]))
-            except (ValueError, common.UserError) as e:   # the template refuses a role, say
-                raise common.UserError(f"{path}, row {i}: {e}") from e
+            except (ValueError, UserError) as e:   # the template refuses a role, say
+                raise UserError(f"{path}, row {i}: {e}") from e
         fits = [r for r in rows if sum(map(len, r)) <= longest]
         kept = [r for r in fits if min(map(len, r[1::2])) > args.min_answer]   # an answer's end token does not count
         for count, why in [(len(rows) - len(fits), f"longer than {longest} tokens"),
@@ -158,9 +158,9 @@ if __name__ == "__main__":
                 dropped.append(f"{path}: dropped {count} of {len(rows)} rows, {why}")
                 print(dropped[-1])
         if not fits:
-            raise common.UserError(f"{path}: every row is longer than {longest} tokens (--max-length, or the context)")
+            raise UserError(f"{path}: every row is longer than {longest} tokens (--max-length, or the context)")
         if not kept:
-            raise common.UserError(f"{path}: no row is left with answers of --min-answer {args.min_answer} tokens")
+            raise UserError(f"{path}: no row is left with answers of --min-answer {args.min_answer} tokens")
         return kept
 
     rows = encode(args.data)
@@ -258,10 +258,10 @@ if __name__ == "__main__":
             run.evaluated(done, evaluate())
 
     # ------------------------------------------------------------------------------------------------------------------
-    last = run.last.get("valid_loss") or (loss_on(valid, backward=False)["loss"] if valid else None)
-    run.losses = {"train": run.last.get("loss"), "valid": last,
+    valid_loss = run.last.get("valid_loss") or (loss_on(valid, backward=False)["loss"] if valid else None)
+    run.losses = {"train": run.last.get("loss"), "valid": valid_loss,
                   **({"valid_lowest": best["loss"], "valid_lowest_step": best["step"]} if best else {})}
     if args.eval_n and not run.stopped:
         run.evaluated(steps, evaluate())
-    lowest = f", lowest {best['loss']:.4f} at step {best['step']} (best/)" if best and best["step"] != steps else ""
-    run.finish(f"valid loss {last:.4f}{lowest}" if valid else "")
+    better = f", lowest {best['loss']:.4f} at step {best['step']} (best/)" if best and best["step"] != steps else ""
+    run.finish(f"valid loss {valid_loss:.4f}{better}" if valid else "")

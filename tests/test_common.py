@@ -362,7 +362,7 @@ def chunked_loss(model, ids, mask, length, weight, temperature, full, groups, ch
     for rows in groups:
         p = common.pack_rows(ids, mask, length, rows, torch.device("cpu"))
         hidden = model(p.ids)[p.where]
-        w = common.at(weight, p)
+        w = common.at_places(weight, p)
 
         def fn(logp, entropy, at):
             loss = -(w[at] * (logp.exp() + logp ** 2)).sum()
@@ -415,7 +415,7 @@ def test_gradient_of_a_transformer_for_every_split(kind, tied):
             model.zero_grad()
             for rows in groups:
                 p = common.pack_rows(ids, mask, length, rows, model.device)
-                hidden, w = model(p.ids, p.lengths)[p.where], common.at(weight, p).to(dtype)
+                hidden, w = model(p.ids, p.lengths)[p.where], common.at_places(weight, p).to(dtype)
                 grad, _ = common.head_backward(hidden, model.head_weight, p.targets,
                                                lambda logp, entropy, at: ((w[at] * logp).sum(), {}), chunk=chunk)
                 hidden.backward(grad)
@@ -471,7 +471,7 @@ def test_pack_by_hand():
     assert p.where.tolist() == [0, 6, 7] and p.targets.tolist() == [12, 7, 8]
     assert p.row.tolist() == [2, 0, 0] and p.col.tolist() == [0, 1, 2]
     values = torch.arange(9.0).view(3, 3)
-    assert common.at(values, p).tolist() == [6, 1, 2] and common.at(None, p) is None
+    assert common.at_places(values, p).tolist() == [6, 1, 2] and common.at_places(None, p) is None
 
 
 def test_micro_batches_keep_the_order_and_the_limit():
@@ -492,7 +492,7 @@ def test_logits_at_masked_places_do_not_move_the_loss():
     head = torch.randn(11, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
     def loss(states):
-        w = common.at(weight, p)
+        w = common.at_places(weight, p)
         return common.head_backward(states[p.where], head, p.targets, lambda logp, e, at: (
             (w[at] * logp).sum(), {"loss": (w[at] * logp).sum()}))[1]["loss"]
 

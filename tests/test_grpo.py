@@ -232,7 +232,7 @@ def test_answer_ratio_by_hand():
     logp = old + T([1.21, 1.0, 2.0, 2.0, 2.0]).log()
     adv, weight = places("sequence", [2, 3], [1.0, 1.0], 8)
     answer = torch.repeat_interleave(T([math.log(1.1), math.log(2.0)]), T([2, 3]))
-    b = Places(adv=adv, weight=weight, sampler=old, old=old, answer_ratio=answer)
+    b = Places(adv=adv, weight=weight, sampler=old, old=old, answer_log_ratio=answer)
     loss, sums = grpo_loss(logp, slice(None), b, settings())
     assert loss.item() == pytest.approx(-(1.1 + 1.2) / 2, rel=1e-5)
     assert sums["clip_frac"] == 3
@@ -386,10 +386,10 @@ def test_gradient_is_equal_for_every_split(norm, what):
     answer = ((now - old).sum(1) / r.mask.sum(1))
 
     def places_of(p):
-        return Places(adv=adv[p.row], weight=weight[p.row], sampler=common.at(now, p),
-                      old=None if what in ("one update", "exact") else common.at(old, p),
-                      ref=common.at(old, p) if what == "k3" else None,
-                      answer_ratio=answer[p.row] if what == "answer ratio" else None)
+        return Places(adv=adv[p.row], weight=weight[p.row], sampler=common.at_places(now, p),
+                      old=None if what in ("one update", "exact") else common.at_places(old, p),
+                      ref=common.at_places(old, p) if what == "k3" else None,
+                      answer_log_ratio=answer[p.row] if what == "answer ratio" else None)
     args = settings(beta=0.3 if what in ("k3", "exact") else 0.0, kl_estimator="k3")
     whole = step_gradient(model, r, places_of, args, 10 ** 6, 10 ** 6, what == "exact")
     assert whole.norm() > 1e-3
@@ -632,8 +632,8 @@ def test_rewards_belong_to_their_problems(plain, tasks, guesser, tmp_path):
 
 def test_training_raises_the_reward(guesser, tmp_path):
     """Every answer is 1, which the model says about half the time."""
-    for split in ("train", "heldout-same", "heldout-different"):
-        write_rows(tmp_path / f"{split}.jsonl", [problem(i, f"{i}?", 1) for i in range(8)])
+    for i, split in enumerate(("train", "heldout-same", "heldout-different")):
+        write_rows(tmp_path / f"{split}.jsonl", [problem(j, f"{j}?", 1) for j in range(8 * i, 8 * i + 8)])
     rows = metrics(grpo_run(tmp_path / "run", guesser, tmp_path, steps=25))
     first, last = (sum(r["right"] for r in part) / 5 for part in (rows[:5], rows[-5:]))
     assert first < 0.75 and last > first + 0.2, (first, last)

@@ -166,7 +166,7 @@ def check(step, model, engine, trained=True):
     r = engine.generate([[5, 6, 7], [8, 9]], 4, max_new=12, eos_ids=())
     p = common.pack_rows(r.ids, r.mask, r.length, range(8), model.device)
     ones = torch.ones(len(p.targets))
-    b = Places(adv=ones, weight=ones, sampler=common.at(r.logp, p))
+    b = Places(adv=ones, weight=ones, sampler=common.at_places(r.logp, p))
     args = types.SimpleNamespace(eps=0.2)
     with torch.no_grad():
         hidden = model(p.ids, p.lengths)[p.where]

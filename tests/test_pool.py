@@ -155,6 +155,18 @@ def test_problems_are_compared_by_their_normalised_text(tasks):
     assert text_key(problem(0, "A well-known - and old - one", 1)) == "a well known-and old-one"
 
 
+@pytest.mark.parametrize("script", ["train_grpo.py", "train_rft.py", "train_opd.py"])
+def test_a_training_file_that_holds_what_is_evaluated_is_refused(script, guesser, tasks, tmp_path):
+    for split in ("heldout-same", "heldout-different"):
+        shutil.copy(tasks / f"{split}.jsonl", tmp_path)
+    rows = [json.loads(line) for line in (tasks / "train.jsonl").read_text().splitlines()]
+    rows[3] = problem(99, "17?", 1)   # one of heldout-different
+    write_rows(tmp_path / "train.jsonl", rows)
+    refused(run(script, "--model", guesser, "--tasks-dir", tmp_path, "--lr", "1e-3", "--output-dir", tmp_path / "run",
+                "--labbook", tmp_path / "lb.md"), "train.jsonl: 1 of 12", "heldout-different", "'p99'")
+    assert not (tmp_path / "run").exists() and not (tmp_path / "lb.md").exists()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # --pool
 

@@ -280,8 +280,8 @@ def test_brake_of_0_is_no_brake_and_the_brake_pulls(shortest, guesser, tasks, tm
 
 
 def test_step_without_a_right_answer_changes_nothing(guesser, tasks, tmp_path):
-    for split in ("train", "heldout-same", "heldout-different"):
-        write_rows(tmp_path / f"{split}.jsonl", [problem(i, f"{i}?", 7) for i in range(8)])
+    for i, split in enumerate(("train", "heldout-same", "heldout-different")):
+        write_rows(tmp_path / f"{split}.jsonl", [problem(j, f"{j}?", 7) for j in range(8 * i, 8 * i + 8)])
     folder = tiny_run("train_rft.py", tmp_path / "run", guesser, tmp_path)
     assert [(s["skipped"], s["reward"], s["loss"]) for s in metrics(folder)] == [(4, 0.0, 0.0)] * 2
     before, after = load_file(guesser / "model.safetensors"), load_file(folder / "checkpoint" / "model.safetensors")

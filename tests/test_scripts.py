@@ -360,6 +360,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(guesser, tasks, tmp_path):
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+def test_the_second_update_of_a_rollout_is_a_step_of_its_own(guesser, tasks, tmp_path):
+    got = run(*grpo_flags(tmp_path / "run", guesser, tasks, "--beta", "1e23", "--lr", "1e-2", "--max-steps", 4,
+                          "--updates-per-rollout", 2))
+    refused(got, "step 2", "not finite", tmp_path / "run" / "bad-batch-2.pt", code=1)
+
+
 @pytest.mark.parametrize("kind, more", [("grpo", []), ("sft", []), ("sft", ["--lora-rank", 2]), ("pretrain", [])])
 def test_a_last_update_that_breaks_the_weights_is_not_saved_as_a_success(kind, more, guesser, tasks, tmp_path):
     folder = tmp_path / "run"
@@ -400,7 +406,7 @@ def test_over_long_prompts_are_refused_and_counted(guesser, tmp_path):
     tasks.mkdir()
     rows = [problem(i, "x" * n, 1) for i, n in enumerate([5, 600, 7, 486, 485])]   # and 3 tokens of the template
     for split in ("train", "heldout-same", "heldout-different"):
-        write_rows(tasks / f"{split}.jsonl", rows if split == "train" else rows[:1])
+        write_rows(tasks / f"{split}.jsonl", rows if split == "train" else [problem(9, "9?", 1)])
     got = succeed(*grpo_flags(tmp_path / "run", guesser, tasks, "--max-steps", 2))
     assert "refused 2 of 5 problems" in got.stdout
     seen = {(r["id"], r["prompt_length"]) for r in jsonl(tmp_path / "run" / "samples.jsonl")}
@@ -604,7 +610,7 @@ def test_a_terminal_sees_a_bar_and_a_file_sees_lines(guesser, tasks, tmp_path):
     assert len(lines) == 2 and all(word in lines[1] for word in shown)
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 240, 0, 0))   # a new one has no width at all
-    command = grpo_flags(tmp_path / "bar", guesser, tasks, "--max-steps", 2)
+    command = grpo_flags(tmp_path / "bar", guesser, tasks, "--max-steps", 4, "--updates-per-rollout", 2)
     child = subprocess.Popen([sys.executable, ROOT / command[0], *map(str, command[1:])], stdout=slave, stderr=slave,
                              cwd=ROOT, env=script_env())
     os.close(slave)
@@ -617,4 +623,4 @@ def test_a_terminal_sees_a_bar_and_a_file_sees_lines(guesser, tasks, tmp_path):
     os.close(master)
     text = seen.decode(errors="replace")
     assert child.wait() == 0, text[-2000:]
-    assert "2/2" in text and "step 1/2" not in text and all(word in text for word in shown), text[-2000:]
+    assert "4/4" in text and "step 2/4" not in text and all(word in text for word in shown), text[-2000:]
