@@ -226,6 +226,7 @@ class Engine:
         self.ahead = int(self.device.type == "cuda")        # chunks of steps that run while the host reads another
         self.kv = None                                      # (2, L, S, Hkv, T, D): keys and values
         self.piece_ends = {}                                # stop strings -> which tokens can complete one of them
+        self.calls = 0                                      # of generate
         self.load()
 
     # Weights ----------------------------------------------------------------------------------------------------------
@@ -318,6 +319,23 @@ class Engine:
             self.copy_again(*copied)
         if self.head32 is not None:
             self.head32.copy_(self.head)
+
+    @torch.no_grad()
+    def check_weights(self):
+        """
+        RunError where the engine's weights are not the model's: what is shared must lie where the model's does, and at
+        each call another one of the copies is made again and compared. Log-probs alone would not tell: in bf16 many
+        small updates hide in the rounding. The head, the last copy and by far the largest, is left out.
+        """
+        stale = any(getattr(m, name).data_ptr() != view.data_ptr() for m, name, view in self.shared)
+        if some := self.copied[:-1]:
+            mine, modules, name = some[self.calls % len(some)]
+            again = torch.empty_like(mine)
+            self.copy_again(again, modules, name)
+            stale |= not torch.equal(again.view(torch.uint8), mine.view(torch.uint8))   # bits, since NaN != NaN
+        if stale:
+            raise RunError("the sampler's weights are not those of the model: they were not refreshed")
+        self.calls += 1
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
@@ -601,6 +619,7 @@ class Engine:
         if stop and self.tokenizer is None or "" in stop:
             raise UserError(f"generate: stop {stop} needs an engine with a tokenizer, and strings that are not empty")
         self.refresh()
+        self.check_weights()
         b, most = len(prompts) * n, max(self.context, need) if on_stop else need
         # Injected text makes lengths unknown: a graph wants its memory to stay, an eager step can let it grow
         self.reserve(min(self.slots, b), most if on_stop and self.device.type == "cuda" else need, keep=False)

@@ -268,11 +268,12 @@ def load_train(task):
     return rows
 
 
-def load_pool(path, task, model_folder, any_pool=False, adapter=None):
+def load_pool(path, task, tokenizer, model_folder, any_pool=False, adapter=None):
     """
-    The rows of a pool that eval_passk.py --pool-out has screened. UserError when it was screened with other weights
-    than those in model_folder (and in the folder of an adapter) or when it is not the file that was written (any_pool
-    lets both pass), and when it shares problems with the task's held-out files.
+    The rows of a pool that eval_passk.py --pool-out has screened. UserError when it was screened for another task, with
+    another chat template, with other weights than those in model_folder (and in the folder of an adapter) or when it is
+    not the file that was written (any_pool lets all of it pass), and when it shares problems with the task's held-out
+    files.
     """
     rows = load_rows(path, task)
     if not any_pool:
@@ -291,6 +292,11 @@ def load_pool(path, task, model_folder, any_pool=False, adapter=None):
             raise UserError(f"--pool {path}: screened with {screened_with['name']} (hash "
                             f"{screened_with['sha256'][:12]}), the model here is {model_folder} ({model[:12]}), for "
                             f"which other problems are too easy or too hard; {mend}")
+        for what, was, now in (("task", meta.get("task"), task.name), ("way to read answers", meta.get("extractor"),
+                                                                       task.extractor),
+                               ("chat template", meta.get("template_sha256"), common.template_sha256(tokenizer))):
+            if was not in (None, now):
+                raise UserError(f"--pool {path}: screened with another {what} ({was[:12]}, here {now[:12]}); {mend}")
     check_apart(rows, path, task)
     return rows
 

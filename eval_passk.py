@@ -22,7 +22,6 @@ The pool is written once, read-only, with its hash, the model's and the counts i
 flattered by the choice (regression to the mean): the command that measures it with fresh samples is printed.
 """
 import argparse
-import hashlib
 import json
 import os
 import shlex
@@ -52,7 +51,7 @@ def evaluate(engine, tokenizer, task, rows, n, max_new, ks=None, temperature=1.0
     ks = ks or [2 ** i for i in range(n.bit_length()) if 2 ** i <= n]
     if max(ks) > n:
         raise UserError(f"--k {max(ks)} needs at least as many samples; --n is {n}")
-    began = time.time()
+    began = time.monotonic()
     p = play(engine, tokenizer, task, rows, n, max_new=max_new, temperature=temperature, seed=seed, step=step,
              greedy=greedy, entropy=True, stop=stop)
     c, lenient_c = p.right.sum(1).tolist(), p.lenient.sum(1).tolist()
@@ -67,7 +66,7 @@ def evaluate(engine, tokenizer, task, rows, n, max_new, ks=None, temperature=1.0
     result = {
         "task": task.name, "n": n, "limit": len(rows), "temperature": 0.0 if greedy else temperature,
         "greedy": greedy, "max_new": max_new, "seed": seed,
-        "template_sha256": hashlib.sha256(tokenizer.chat_template.encode()).hexdigest(), "extractor": task.extractor,
+        "template_sha256": common.template_sha256(tokenizer), "extractor": task.extractor,
         "pass_at": {str(k): float(np.mean(v)) for k, v in pass_at.items()},
         "lenient_pass_at": {str(k): float(np.mean([common.pass_at_k(n, x, k) for x in lenient_c])) for k in ks},
         "se": {str(k): common.mean_and_se(v)[1] for k, v in pass_at.items()},
@@ -84,7 +83,7 @@ def evaluate(engine, tokenizer, task, rows, n, max_new, ks=None, temperature=1.0
                    "all_wrong": float(np.mean([x == 0 for x in c]))},
         "behaviour": {"parsable": float(np.mean([a is not None for row in answers for a in row])),
                       "finish": dict(Counter(p.rollout.finish))},
-        "tokens": int(length.sum()), "wall_s": time.time() - began,
+        "tokens": int(length.sum()), "wall_s": time.monotonic() - began,
         "problems": [{"id": row["id"], "c": c[i], "n": n, "lenient_c": lenient_c[i], "lengths": p.length[i].tolist(),
                       "correct": p.right[i].tolist(), "answers": answers[i]} for i, row in enumerate(rows)]}
     samples = [{"id": rows[b // n]["id"], "sample": b % n, "text": p.texts[b], "finish": p.rollout.finish[b],
@@ -253,7 +252,7 @@ if __name__ == "__main__":
     common.fail_in_one_line()
     args = get_args()
     common.fail_in_one_line(args=args)   # now with the flags that an error's advice names
-    start = time.time()
+    start = time.monotonic()
     if args.labbook:
         common.check_writable(args.labbook)
     device = common.pick_device(args.device)
@@ -334,7 +333,7 @@ if __name__ == "__main__":
                   "data": [{"path": common.short_path(path), "sha256": common.sha256_file(path), "rows": len(rows)}],
                   "seed": args.seed, "config": common.recorded_flags(args),
                   "budget": {"prompts": len(rows), "rollouts": rollouts, "tokens_sampled": result["tokens"],
-                             "tokens_trained": 0, "wall_s": round(time.time() - start, 1)},
+                             "tokens_trained": 0, "wall_s": round(time.monotonic() - start, 1)},
                   "losses": {}, "scores": common.finite(scores), "status": "ok", "git": common.git_state(),
                   "versions": common.versions(), "device": common.device_name(device), "notes": args.notes}
         common.append_record(args.labbook, record, f"- {time.strftime('%Y-%m-%d %H:%M')} {said}")

@@ -143,7 +143,7 @@ if __name__ == "__main__":
     # ------------------------------------------------------------------------------------------------------------------
     for step in range(first, args.max_steps):
         # update
-        t0 = time.time()
+        t0 = time.perf_counter()
         sums = loss_on([docs[i] for i in plan[step]], backward=True)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip))
         if not math.isfinite(grad_norm + sums["loss"]):
@@ -155,7 +155,7 @@ if __name__ == "__main__":
             g["lr"] = common.lr_at(step, args.max_steps, args.lr, args.warmup, args.schedule)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        t1 = time.time()
+        t1 = time.perf_counter()
 
         # record
         done = step + 1

@@ -29,6 +29,7 @@ import re
 import time
 from collections import Counter, defaultdict, namedtuple
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import combinations
 from pathlib import Path
 
@@ -119,6 +120,14 @@ def read_whole(path, keys, said):
     return rows
 
 
+def moment(record):
+    """A record's time in seconds, whatever the time zone it was written in; 0 without one."""
+    try:
+        return datetime.strptime(record["time"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except (KeyError, TypeError, ValueError):
+        return 0.0
+
+
 def load_run(folder, said):
     """A run folder -> Run, or None with the reason in `said`."""
     try:
@@ -136,6 +145,7 @@ def load_run(folder, said):
         try:
             run.record = json.loads((folder / "final.json").read_text(encoding="utf-8"))
             run.script = run.record["script"]
+            run.args["max_steps"] = run.record["config"].get("max_steps")   # a resume may have raised it
         except (OSError, ValueError, KeyError, TypeError) as e:
             run.record = {}
             said.append(f"{folder}: final.json cannot be used ({type(e).__name__}: {e})")
@@ -292,7 +302,7 @@ def make_conditions(runs, said):
 def one_a_seed(group, label, said):
     """The runs of a condition by seed. Two with one seed are one measurement: the later is kept, and it is said."""
     kept = {}
-    for run in sorted(group, key=lambda r: r.record.get("time", "")):
+    for run in sorted(group, key=lambda r: moment(r.record)):
         if run.seed in kept:
             said.append(f"{label}: seed {run.seed} ran twice; {run.name} counts, {kept[run.seed].name} does not")
         kept[run.seed] = run
@@ -1898,7 +1908,7 @@ def describe(study):
 
     def each(values):
         return ", ".join(sorted({str(v) for v in values if v})) or "unknown"
-    when = sorted(r.record.get("time", "") for r in runs)
+    when = [r.record.get("time", "") for r in sorted(runs, key=lambda r: moment(r.record))]
     adapter = f" with the adapter {study.model['adapter'].get('name')}" if study.model.get("adapter") else ""
     text = (f"Start: {study.model.get('name')}{adapter} ({str(study.model.get('sha256'))[:12]}). Devices: "
             f"{each(r.record.get('device') for r in runs)}; precision {each(r.products for r in runs)}; presets "

@@ -17,7 +17,7 @@ The arms differ in the answer that is kept, and in the brake:
 Laptop:  python train_rft.py --arm rft_shortest_braked
 GPU:     python train_rft.py --model runs/smollm2-gsm8k-sft-s0/checkpoint --task gsm8k --lr 5e-6 --max-steps 200
          (after bash runs/gsm8k_smollm2.sh: a model that is never right has nothing to keep)
-Ends with a line like  "heldout-same pass@1 A -> B (greedy C -> D); ...  S s  run folder runs/train_rft-..."
+Ends with a line like  "heldout-same pass@1 0.290 -> 0.563 (greedy 0.833 -> 0.800); ...  108 s  run folder runs/..."
 """
 import math
 import time
@@ -145,7 +145,7 @@ if __name__ == "__main__":
     task = get_task(args.task, args.tasks_dir)
     other = get_task(args.eval_other) if args.eval_other else None
     source = args.pool or task.path(task.train)
-    problems = load_pool(source, task, folder, args.any_pool, adapter) if args.pool else load_train(task)
+    problems = load_pool(source, task, tokenizer, folder, args.any_pool, adapter) if args.pool else load_train(task)
     held_out = [(t, split) for t in (task, other) if t for split in t.splits]
     for t, split in held_out:   # a malformed row is refused now, not at the evaluation after hours
         t.load(split)
@@ -191,13 +191,13 @@ if __name__ == "__main__":
     # ------------------------------------------------------------------------------------------------------------------
     for step in range(first, args.max_steps, args.updates_per_rollout):
         # rollout: N problems, G answers each
-        t0 = time.time()
+        t0 = time.perf_counter()
         batch = [fits[i] for i in common.order_at(step // args.updates_per_rollout, args.prompts_per_step, len(fits),
                                                   args.seed)]
         played = play(engine, tokenizer, task, batch, args.num_generations, max_new=args.max_new, entropy=True,
                       temperature=args.temperature, seed=args.seed, step=step, stop=args.stop)
         r = played.rollout
-        t1 = time.time()
+        t1 = time.perf_counter()
 
         # advantages: 1 for the answer that is kept, 0 for the others
         rng = np.random.default_rng([args.seed, step, 1])   # the 1 keeps these apart from those that order problems
@@ -246,7 +246,7 @@ if __name__ == "__main__":
             if rows:   # no right answer: no gradient, and momentum alone should not move the weights
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        t2 = time.time()
+        t2 = time.perf_counter()
 
         # record
         done = step + args.updates_per_rollout

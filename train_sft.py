@@ -139,6 +139,7 @@ if __name__ == "__main__":
     if not model.eos_ids:
         raise UserError(f"--model {args.model}: no eos_token_id, so that no answer could be taught to end")
 
+    end = common.answer_end(tokenizer, model.eos_ids)
     longest, dropped = min(args.max_length, model.config.max_position_embeddings), []
 
     def encode(path):
@@ -147,7 +148,7 @@ if __name__ == "__main__":
                      for m in row.get("messages") or row["prompt"] if m["role"] == "user"], path, task)
         for i, row in enumerate(chats, 1):
             try:
-                rows.append(encode_row(tokenizer, row, model.eos_ids[0]))
+                rows.append(encode_row(tokenizer, row, end))
             except (ValueError, UserError) as e:   # the template refuses a role, say
                 raise UserError(f"{path}, row {i}: {e}") from e
         fits = [r for r in rows if sum(map(len, r)) <= longest]
@@ -219,7 +220,7 @@ if __name__ == "__main__":
     # ------------------------------------------------------------------------------------------------------------------
     for step in range(first, steps):
         # update
-        t0 = time.time()
+        t0 = time.perf_counter()
         batch = [rows[i] for i in common.order_at(step, args.rows_per_step, len(rows), args.seed)]
         sums = loss_on(batch, backward=True)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip))
@@ -232,7 +233,7 @@ if __name__ == "__main__":
             g["lr"] = common.lr_at(step, steps, lr, args.warmup, args.schedule)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        t1 = time.time()
+        t1 = time.perf_counter()
 
         # record
         done = step + 1

@@ -224,6 +224,7 @@ def run_parser():
     p.add_argument("--preset", choices=["big", "small"], default=None)
     p.add_argument("--stop", nargs="*", default=[])
     p.add_argument("--task", default="arithmetic")
+    p.add_argument("--model", default="some/model")
     common.add_run_flags(p, task=False)
     return p
 
@@ -972,16 +973,18 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(script), "--lr", "0.5"])
     monkeypatch.setattr(common, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     tasks = write_rows(tmp_path / "tasks.jsonl", [GOOD])
-    book = str(tmp_path / "labbook.md")
+    book, last = str(tmp_path / "labbook.md"), []
 
     def make(*argv, begin=True):
         args = common.parse_args(run_parser(), ["--lr", "0.5", "--labbook", book, *map(str, argv)])
-        args.model = "some/model"
         run = common.Run(args, "grpo")
+        for before in last:   # its process is dead
+            before.held.close()
         if begin:
             run.start(tiny_folder(tmp_path / "m"), [tasks], torch.device("cpu"), {})
+            last[:] = [run]
         return run
 
     make.book, make.tasks = book, tasks
@@ -1165,6 +1168,7 @@ def test_a_resumed_run_must_meet_the_same_script_model_and_data(tmp_path, start)
     save_model(tiny_model(seed=9), tmp_path / "other")
     with pytest.raises(UserError, match="model has changed"):
         resumed.start(tmp_path / "other", [start.tasks], torch.device("cpu"), {})
+    resumed.held.close()
     config = json.loads((run.folder / "config.json").read_text())
     for broken in ({"args": config["args"]}, {**config, "data": [{}]}, {**config, "data": []},
                    {**config, "model": None}):

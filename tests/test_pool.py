@@ -7,10 +7,11 @@ import os
 import shlex
 import shutil
 import stat
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import problem, read_rows, tiny_folder, write_rows
+from helpers import problem, read_rows, tiny_folder, tiny_tokenizer, write_rows
 from launch import jsonl, refused, run
 
 import common
@@ -20,6 +21,7 @@ from envs import check_apart, get_task, load_pool, text_key
 from model import load_model
 
 torch.set_num_threads(1)
+TOKENIZER = tiny_tokenizer()
 
 
 def screening(guesser, tasks, out, *more, keep=(1, 7)):
@@ -172,34 +174,46 @@ def test_a_training_file_that_holds_what_is_evaluated_is_refused(script, guesser
 
 def test_a_pool_of_another_model_is_refused_unless_any_pool(pool, guesser, tasks, tmp_path):
     task, other = get_task("arithmetic", tasks), tiny_folder(tmp_path / "other", seed=8)
-    assert load_pool(pool, task, guesser) == read_rows(pool)
+    assert load_pool(pool, task, TOKENIZER, guesser) == read_rows(pool)
     with pytest.raises(common.UserError, match="screened with .*--any-pool") as e:
-        load_pool(pool, task, other)
+        load_pool(pool, task, TOKENIZER, other)
     assert common.sha256_model(guesser)[:12] in str(e.value) and common.sha256_model(other)[:12] in str(e.value)
-    assert load_pool(pool, task, other, any_pool=True) == read_rows(pool)
+    assert load_pool(pool, task, TOKENIZER, other, any_pool=True) == read_rows(pool)
+
+
+@pytest.mark.parametrize("key, value, said", [("task", "gsm8k", "another task .gsm8k, here arithmetic"),
+                                              ("extractor", "value-1", "another way to read answers .value-1"),
+                                              ("template_sha256", "0" * 64, "another chat template .000000000000,")])
+def test_a_pool_of_another_task_or_prompt_is_refused_unless_any_pool(key, value, said, pool, guesser, tasks, tmp_path):
+    task, other = get_task("arithmetic", tasks), copied(pool, tmp_path)
+    meta = Path(f"{other}.meta.json")
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), key: value}))
+    with pytest.raises(common.UserError, match=f"{said}.*--any-pool"):
+        load_pool(other, task, TOKENIZER, guesser)
+    assert load_pool(other, task, TOKENIZER, guesser, any_pool=True) == read_rows(pool)
 
 
 def test_a_pool_that_was_edited_or_has_no_meta_is_refused_unless_any_pool(pool, guesser, tasks, tmp_path):
     task, edited = get_task("arithmetic", tasks), copied(pool, tmp_path)
     write_rows(edited, read_rows(pool)[:2])
     with pytest.raises(common.UserError, match="edited after the screening"):
-        load_pool(edited, task, guesser)
+        load_pool(edited, task, TOKENIZER, guesser)
     for text in (None, "{", "[]", '{"sha256": "0"}'):
         meta = tmp_path / "pool.jsonl.meta.json"
         meta.unlink() if text is None else meta.write_text(text)
         with pytest.raises(common.UserError, match="no .*meta.json that says how it was screened"):
-            load_pool(edited, task, guesser)
-    assert load_pool(edited, task, guesser, any_pool=True) == read_rows(pool)[:2]
+            load_pool(edited, task, TOKENIZER, guesser)
+    assert load_pool(edited, task, TOKENIZER, guesser, any_pool=True) == read_rows(pool)[:2]
 
 
 def test_an_empty_pool_and_one_with_evaluated_problems_are_always_refused(pool, guesser, tasks, tmp_path):
     task, edited = get_task("arithmetic", tasks), copied(pool, tmp_path)
     write_rows(edited, read_rows(pool) + read_rows(tasks / "heldout-different.jsonl")[:1])
     with pytest.raises(common.UserError, match="heldout-different.*must not be trained on"):
-        load_pool(edited, task, guesser, any_pool=True)
+        load_pool(edited, task, TOKENIZER, guesser, any_pool=True)
     write_rows(edited, [])
     with pytest.raises(common.UserError, match="no rows"):
-        load_pool(edited, task, guesser, any_pool=True)
+        load_pool(edited, task, TOKENIZER, guesser, any_pool=True)
 
 
 def train(script, guesser, tasks, folder, *more):

@@ -86,7 +86,8 @@ def read_hub(name, config, split):
         raise Stop("needs package datasets: run `pip install datasets`, or give a local copy with --source") from error
     try:
         rows = datasets.load_dataset(name, config, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # no network, no such set, a server's refusal
+    # no network, no such set, a server's refusal, a disk that fills up
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise Stop(f"{name}: the hub gave no {split} split: {first_line(error)}; "
                    "check the network, or give a local copy with --source", code=1) from error
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
