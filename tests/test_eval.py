@@ -5,6 +5,7 @@ samples it wrote. The model is random and tiny, trained for a moment so that som
 import json
 import math
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import envs
 import eval_passk
 from engine import Engine
 from model import load_model, save_model
+from train_sft import as_batch
 
 torch.set_num_threads(1)
 KEYS = """model model_sha256 task split n limit temperature greedy max_new seed label template_sha256 extractor pass_at
@@ -171,6 +173,42 @@ def test_k_defaults_to_powers_of_two_and_greedy_is_one_sample(guesser, tasks, tm
             assert best[s["prompt_length"] - 1:-1].tolist() == s["ids"][s["prompt_length"]:]
     r, out = evaluate(guesser, tmp_path / "g.json", "--tasks-dir", tasks, "--greedy", "--limit", 3)
     assert r.returncode == 0 and out["greedy"] and out["n"] == 1 and out["limit"] == 3 and len(out["problems"]) == 3
+
+
+def test_samples_are_drawn_at_the_temperature_that_is_recorded(guesser, tasks, tmp_path):
+    """T80: the sampler's log-probs and entropy are those of a fresh forward pass at that temperature, and not at 1."""
+    r, result = evaluate(guesser, tmp_path / "out.json", "--tasks-dir", tasks, "--n", 8, "--temperature", 0.6)
+    assert r.returncode == 0, r.stderr
+    samples, model = read_rows(tmp_path / "out.json.samples.jsonl"), load_model(guesser)
+    ids, mask, length = as_batch([(s["ids"][:s["prompt_length"]], s["ids"][s["prompt_length"]:]) for s in samples])
+
+    def means(temperature):
+        both = common.score(model, SimpleNamespace(ids=ids, mask=mask, length=length), temperature)
+        return [x[mask[:, 1:]].mean().item() for x in both]
+    logp, entropy = means(0.6)
+    assert result["temperature"] == 0.6 and abs(logp - means(1.0)[0]) > 0.02
+    assert result["mean_logp"] == pytest.approx(logp, abs=1e-4)
+    assert result["entropy"] == pytest.approx(entropy, abs=1e-4)
+    tokenizer, task = common.load_tokenizer(guesser), envs.Arithmetic(tasks)
+    again, _ = eval_passk.evaluate(Engine(model, tokenizer), tokenizer, task, task.load("heldout-same"), 8, 24,
+                                   temperature=0.6, start=model)
+    assert again["problems"] == result["problems"] and abs(again["kl"]) < 1e-5   # to itself
+
+
+@pytest.mark.parametrize("script", ["train_sft", "train_grpo", "train_rft", "train_opd"])
+def test_stop_strings_end_the_answers_of_a_training_scripts_evaluation(script, guesser, tasks, tmp_path):
+    """X28. What the model writes is `#### 1` or `#### 2`; stopped before the number nothing is right, nor greedily."""
+    row = {"prompt": problem(0, "100?", 1)["prompt"], "completion": [{"role": "assistant", "content": "#### 1"}]}
+    data = ["--data", write_rows(tmp_path / "sft.jsonl", [row])] if script == "train_sft" else []
+    got = run(f"{script}.py", *data, "--model", guesser, "--tasks-dir", tasks, "--max-steps", 0, "--eval-n", 4, "--lr",
+              "1e-3", "--max-new", 24, "--stop", "####", "--labbook", tmp_path / "labbook.md", "--output-dir",
+              tmp_path / "run")
+    assert got.returncode == 0, got.stderr
+    tokenizer, task = common.load_tokenizer(guesser), envs.Arithmetic(tasks)
+    free = eval_passk.evaluate_splits(Engine(load_model(guesser), tokenizer), tokenizer, task, 60, 4, 24, 0)
+    stopped, free = read_rows(tmp_path / "run" / "eval.jsonl")[0], free["heldout-same"]
+    assert [(r["pass_at"]["1"] > 0, r["greedy_pass"] > 0) for r in (stopped, free)] == [(False, False), (True, True)]
+    assert stopped["behaviour"]["finish"]["stop"] > 8   # of 16
 
 
 def test_truncated_answers_are_wrong_and_counted(guesser, tasks):

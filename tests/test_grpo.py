@@ -15,6 +15,7 @@ from launch import jsonl, metrics, run, weights
 
 import common
 import train_grpo as grpo
+from model import load_model
 from train_grpo import Places, group_advantage, grpo_loss, grpo_loss_exact, kl_terms, policy_loss, token_weights
 
 torch.set_num_threads(1)
@@ -457,6 +458,25 @@ def test_second_update_on_a_rollout_has_ratios_off_1(twice):
     assert "ratio is 1" not in (twice / "stdout").read_text()
     assert [r["step"] for r in metrics(twice)] == [2, 4]
     assert any(abs(r["loss"]) > 1e-4 for r in metrics(twice))
+    trained = json.loads((twice / "final.json").read_text())["budget"]["tokens_trained"]   # each token at each update
+    assert trained == 2 * sum(sum(r["mask"]) for r in jsonl(twice / "samples.jsonl") if r["adv"])
+
+
+def test_gradient_of_a_run_counts_answers_of_groups_without_spread(plain, guesser):
+    """
+    T43: the first step again, from the samples on disk and the weights that it began with: the mean over all 32
+    answers, though those of groups without spread have advantage 0 and are left out of the backward pass.
+    """
+    rows, model = [r for r in jsonl(plain / "samples.jsonl") if r["step"] == 1], load_model(guesser)
+    loss = 0
+    for r in rows:
+        ids, start = T(r["ids"]), r["prompt_length"]
+        logp = (model(ids, [len(ids)]) @ model.head_weight.t()).log_softmax(-1)[start - 1:-1]
+        loss = loss - r["adv"] * logp.gather(1, ids[start:, None]).mean() / len(rows)
+    loss.backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    assert metrics(plain)[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert len(rows) == 32 and 0 < metrics(plain)[0]["no_spread"] < 1
 
 
 def test_same_seed_gives_the_same_run_and_another_seed_another(plain, guesser, tasks, tmp_path):
@@ -563,6 +583,16 @@ def test_kl_acts_on_groups_without_spread_by_choice(with_kl, plain, guesser, tas
 def test_kl_is_0_at_the_first_step_and_not_later(with_kl):
     first, *later = [r["kl"] for r in metrics(with_kl)]
     assert abs(first) < 1e-6 and all(abs(k) > 1e-6 for k in later)
+
+
+@pytest.mark.parametrize("estimator, ratio", [("k2", "token"), ("exact", "answer")])
+def test_old_and_start_are_read_at_the_temperature_of_sampling(estimator, ratio, guesser, tasks, tmp_path):
+    """T25: with lr 0 policy, old policy and start stay the same weights: KL 0 and ratio 1, at the second update too."""
+    folder = grpo_run(tmp_path / "run", guesser, tasks, "--temperature", 1.5, "--lr", 0, "--beta", 0.1,
+                      "--kl-estimator", estimator, "--updates-per-rollout", 2, "--ratio", ratio)
+    r, = metrics(folder)
+    assert abs(r["kl"]) < 1e-6 and r["mismatch"] < 1e-4 and r["clip_frac"] == 0 and abs(r["loss"]) < 1e-5
+    assert r["grad_norm"] > 1e-2
 
 
 def test_beta_holds_the_policy_back(guesser, tasks, tmp_path):

@@ -21,6 +21,7 @@ import common
 import train_opd as opd
 import train_rft as rft
 import train_sft as sft
+from model import load_model
 
 torch.set_num_threads(1)
 T = torch.tensor
@@ -250,13 +251,26 @@ def distilled(guesser, tasks, tmp_path_factory):
     return tiny_run("train_opd.py", tmp_path_factory.mktemp("opd") / "run", guesser, tasks)
 
 
+@pytest.fixture(scope="module")
+def braked_twice(guesser, tasks, tmp_path_factory):
+    """Two updates on one rollout: at the second, which metrics.jsonl shows, the policy has left its start."""
+    return tiny_run("train_rft.py", tmp_path_factory.mktemp("twice") / "run", guesser, tasks, "--arm",
+                    "rft_shortest_braked", "--beta", 1, "--updates-per-rollout", 2)
+
+
 def trained(folder):
     return json.loads((folder / "final.json").read_text())["budget"]["tokens_trained"]
 
 
+def numbered(rows):
+    """Whether the rows of samples.jsonl are 8 different samples of each problem, with its id."""
+    return all(len({r["id"] for r in rows[i:i + 8]}) == 1 and [r["sample"] for r in rows[i:i + 8]] == list(range(8))
+               for i in range(0, len(rows), 8))
+
+
 def test_rft_trains_on_the_shortest_right_answers_and_counts_the_skipped(shortest):
     rows, steps = jsonl(shortest / "samples.jsonl"), metrics(shortest)
-    assert len(rows) == 3 * 32 and [s["step"] for s in steps] == [1, 2, 3]
+    assert numbered(rows) and len(rows) == 3 * 32 and [s["step"] for s in steps] == [1, 2, 3]
     skipped = {1: 0, 2: 0, 3: 0}
     for i in range(0, len(rows), 8):
         group = rows[i:i + 8]
@@ -288,6 +302,15 @@ def test_step_without_a_right_answer_changes_nothing(guesser, tasks, tmp_path):
     assert all(torch.equal(before[k], after[k]) for k in before) and trained(folder) == 0
 
 
+def test_loss_of_an_rft_run_is_divided_by_the_answers_that_it_kept(shortest, guesser):
+    """The first step again, from the samples on disk and the weights that it began with."""
+    kept = [r for r in jsonl(shortest / "samples.jsonl") if r["step"] == 1 and r["adv"]]
+    ids, mask, length = sft.as_batch([(r["ids"][:r["prompt_length"]], r["ids"][r["prompt_length"]:]) for r in kept])
+    logp = common.score(load_model(guesser), SimpleNamespace(ids=ids, mask=mask, length=length))[0]
+    assert metrics(shortest)[0]["loss"] == pytest.approx(-logp.sum().item() / len(kept), rel=1e-4)
+    assert 1 < len(kept) < 4   # of 4 problems
+
+
 @pytest.mark.slow
 def test_rft_random_keeps_other_answers(shortest, guesser, tasks, tmp_path):
     folder = tiny_run("train_rft.py", tmp_path / "run", guesser, tasks, "--arm", "rft_random", steps=3)
@@ -311,7 +334,7 @@ def test_opd_trains_on_every_sampled_token(distilled, guesser):
         assert s["loss"] == pytest.approx(s["kl"] * n / 32, rel=1e-5) and s["kl"] > 1e-5 and s["entropy"] > 0
         assert s["mismatch"] < 1e-4   # the student's log-probs in this pass are the sampler's
     assert common.sha256_model(distilled / "checkpoint") != common.sha256_model(guesser)
-    assert rows[0]["ids"][-1] == EOS or rows[0]["finish"] == "length"
+    assert numbered(rows) and (rows[0]["ids"][-1] == EOS or rows[0]["finish"] == "length")
 
 
 def test_opd_with_an_empty_hint_starts_at_loss_0(distilled, guesser, tasks, tmp_path):
@@ -319,6 +342,60 @@ def test_opd_with_an_empty_hint_starts_at_loss_0(distilled, guesser, tasks, tmp_
     assert abs(metrics(folder)[0]["loss"]) < 1e-5 and abs(metrics(folder)[0]["grad_norm"]) < 1e-2
     assert metrics(distilled)[0]["grad_norm"] > 10 * metrics(folder)[0]["grad_norm"]
     assert metrics(folder)[0]["reward"] == metrics(distilled)[0]["reward"]   # the hint is not in the student's prompt
+
+
+@pytest.mark.parametrize("script, base, rel", [("train_rft.py", "shortest", 1e-5), ("train_opd.py", "distilled", 1e-5),
+                                               ("train_rft.py", "braked_twice", 1e-3)])
+def test_micro_batch_tokens_change_nothing_but_memory(script, base, rel, guesser, tasks, tmp_path, request):
+    """
+    X21: a backward pass for each row, and one for all. Adam's first step makes a sign of a gradient's rounding, which
+    the second update sees; a denominator of the pass is off by a factor of 2 and more.
+    """
+    more = {"braked_twice": ["--arm", "rft_shortest_braked", "--beta", 1, "--updates-per-rollout", 2]}.get(base, [])
+    split = tiny_run(script, tmp_path / "run", guesser, tasks, *more, "--micro-batch-tokens", 1)
+    got, want = metrics(split)[0], metrics(request.getfixturevalue(base))[0]
+    for key in ("loss", "grad_norm") if base == "shortest" else ("loss", "grad_norm", "kl"):
+        assert got[key] == pytest.approx(want[key], rel=rel) and want[key] > 1e-3, key
+
+
+@pytest.mark.parametrize("script, more", [("train_rft.py", ["--arm", "rft_shortest_braked"]),
+                                          ("train_opd.py", ["--hint", ""])])
+def test_the_start_is_read_at_the_temperature_of_sampling(script, more, guesser, tasks, tmp_path):
+    """T25: at the first step policy and start have the same weights, and read the same."""
+    folder = tiny_run(script, tmp_path / "run", guesser, tasks, *more, "--temperature", 1.5, steps=1)
+    first, = metrics(folder)
+    assert abs(first["kl"]) < 1e-6 and first["mismatch"] < 1e-4 and trained(folder) > 0
+
+
+def test_tokens_are_counted_at_each_update(braked_twice, guesser, tasks, tmp_path):
+    rows = jsonl(braked_twice / "samples.jsonl")
+    assert trained(braked_twice) == 2 * sum(sum(r["mask"]) for r in rows if r["adv"]) > 0
+    folder = tiny_run("train_opd.py", tmp_path / "run", guesser, tasks, "--updates-per-rollout", 2)
+    assert trained(folder) == 2 * sum(sum(r["mask"]) for r in jsonl(folder / "samples.jsonl"))
+
+
+POISON = """import runpy, sys
+sys.path.insert(0, {root!r})
+from engine import Engine
+refresh = Engine.refresh
+def halved(self):
+    refresh(self)
+    self.norm = self.norm * 0.5
+Engine.refresh = halved
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("script", ["train_rft.py", "train_opd.py"])
+def test_a_poisoned_engine_stops_the_run(script, guesser, tasks, tmp_path):
+    """D3: a sampler of other weights than the trainer's. train_grpo.py's is in test_optim.py."""
+    path = tmp_path / "poisoned.py"
+    path.write_text(POISON.format(root=str(ROOT), script=str(ROOT / script)))
+    got = run(path, "--model", guesser, "--tasks-dir", tasks, "--lr", "1e-3", "--max-new", 8, "--eval-n", 0,
+              "--prompts-per-step", 2, "--max-steps", 2, "--labbook", tmp_path / "labbook.md", "--output-dir",
+              tmp_path / "run")
+    refused(got, "step 1: log-probs of sampler and trainer differ by", code=1)
+    assert not (tmp_path / "run" / "checkpoint").exists()
 
 
 @pytest.mark.slow
@@ -341,11 +418,15 @@ def test_killed_and_resumed_run_is_the_run_that_was_never_stopped(script, flags,
     assert (cut / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
 
 
+# X28: what both scripts read, and the hint: each changes the weights of a run
+EFFECTS = [(script, flag, value) for script in ("train_rft.py", "train_opd.py") for flag, value in [
+    ("--updates-per-rollout", 2), ("--temperature", 1.5), ("--prompts-per-step", 3), ("--num-generations", 1),
+    ("--max-new", 8), ("--stop", "####"), ("--lr", 1e-2), ("--warmup", 4), ("--schedule", "linear"),
+    ("--grad-clip", 0.01), ("--precision", "bf16"), ("--seed", 1)]] + [("train_opd.py", "--hint", "\n(It is {}.)")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script, flag, value", [
-    ("train_rft.py", "--updates-per-rollout", 2), ("train_rft.py", "--temperature", 1.5),
-    ("train_opd.py", "--updates-per-rollout", 2), ("train_opd.py", "--hint", "\n(It is {}.)"),
-    ("train_opd.py", "--temperature", 1.5)])
+@pytest.mark.parametrize("script, flag, value", EFFECTS)
 def test_flags_of_the_copies_change_the_weights(script, flag, value, shortest, distilled, guesser, tasks, tmp_path):
     plain = {"train_rft.py": shortest, "train_opd.py": distilled}[script]
     steps = len(metrics(plain)) // 2 * 2 if flag == "--updates-per-rollout" else len(metrics(plain))

@@ -210,6 +210,23 @@ def test_chats_and_textbook_rows_of_one_turn_make_the_same_run(guesser, tasks, t
     assert weights(tmp_path / "book") == weights(tmp_path / "chats")
 
 
+def test_micro_batch_tokens_change_nothing_but_memory(guesser, tasks, tmp_path):
+    """X21: a backward pass for each of 4 rows, and one for all; the validation's denominator likewise."""
+    train, valid = overfit(tmp_path)
+    for name, more in (("whole", []), ("split", ["--micro-batch-tokens", 1])):
+        succeed(*flags(tmp_path / name, guesser, tasks, train, "--valid", valid, "--max-steps", 1, "--lr", 0, *more))
+    whole, split = metrics(tmp_path / "whole")[0], metrics(tmp_path / "split")[0]
+    for key in ("loss", "valid_loss", "entropy", "grad_norm"):
+        assert split[key] == pytest.approx(whole[key], rel=1e-5) and whole[key] > 1e-3
+
+
+def test_schedule_by_hand(guesser, tasks, tmp_path):
+    """X28: the learning rate that each step was made with."""
+    train, _ = overfit(tmp_path)
+    succeed(*flags(tmp_path / "run", guesser, tasks, train, "--max-steps", 4, "--warmup", 0, "--schedule", "linear"))
+    assert [r["lr"] for r in metrics(tmp_path / "run")] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
 def test_padding_by_hand():
     """Steps of 2 rows in the order of the seed: each step's longest row times 2, less what is used."""
     rows = [([1] * a, [2] * b) for a, b in ((1, 1), (3, 5), (2, 2), (4, 2))]
