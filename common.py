@@ -893,6 +893,8 @@ class Run:
     def log(self, step, metrics, total, show):
         """Metrics of a step to metrics.jsonl and the terminal; `show` names what the terminal sees, in order."""
         self.last = metrics
+        if not (self.folder / "config.json").exists():   # a checkpoint would make a new one, without a beginning
+            raise RunError(f"{self.folder}: the run folder was moved or removed")
         append_jsonl(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
         line = "  ".join(f"{k} {metrics[k]:.4g}" for k in show if metrics.get(k) is not None)
         if self.wandb:
