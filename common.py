@@ -689,6 +689,22 @@ def model_record(args, folder, adapter=None):
         "adapter": {"name": args.adapter, "sha256": sha256_model(adapter)}}
 
 
+def parent_run(folder, adapter=None):
+    """The run_id of the run whose folder, checkpoint or best the adapter is, or else the model; None: of no run."""
+    for place in (adapter, folder):
+        for path in (Path(place).absolute(), Path(place).absolute().parent) if place else ():
+            try:
+                if "script_sha256" in json.loads((path / "config.json").read_text(encoding="utf-8")):
+                    return path.name
+            except (OSError, ValueError, TypeError):
+                continue
+    return None
+
+
+def peak_mem_gib(device):
+    return round(torch.cuda.max_memory_allocated() / GIB, 3) if device.type == "cuda" else None
+
+
 def sha256_settings(folder, adapter=None, template=None):
     """One hash over what decides on prompts and shapes beside the weights: config, tokenizer, chat template."""
     names = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template*",
@@ -816,6 +832,7 @@ class Run:
         """
         self.device, self.used = device, used
         self.model = model_record(self.args, model, adapter) if model else {"name": None}
+        self.parent = parent_run(model, adapter)
         self.data = [{"path": short_path(p), "sha256": sha256_file(p),
                       "rows": sum(1 for line in open(p, "rb") if line.strip())} for p in data]
         script = Path(sys.argv[0]).resolve()
@@ -884,7 +901,7 @@ class Run:
 
     def _record(self, kind, **more):
         args = {**recorded_flags(self.args), **self.used}
-        return {"kind": kind, "run_id": self.folder.name, "parent": None,
+        return {"kind": kind, "run_id": self.folder.name, "parent": self.parent,
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "script": self.script, "arm": self.arm,
                 "task": getattr(self.args, "task", None), "model": self.model, "data": self.data,
                 "seed": self.args.seed, "config": args, **more, "git": self.config["git"],
@@ -1038,11 +1055,10 @@ class Run:
 
     def end(self, status, notes=""):
         """The one `run` record: into the labbook, and the same into final.json."""
-        cuda = self.device.type == "cuda"
         scale = 2 ** 20 if platform.system() == "Linux" else 2 ** 30   # ru_maxrss: KiB on Linux, bytes on macOS
         hours = self.wall_s() / 3600
         budget = {**self.budget, "wall_s": round(self.wall_s(), 1),
-                  "peak_mem_gib": round(torch.cuda.max_memory_allocated() / 2 ** 30, 3) if cuda else None,
+                  "peak_mem_gib": peak_mem_gib(self.device),
                   "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale, 3),
                   "cost": None if self.args.price_per_hour is None else round(hours * self.args.price_per_hour, 4)}
         record = self._record("run", budget=budget, losses=finite(self.losses), scores=finite(self.scores),

@@ -327,13 +327,15 @@ if __name__ == "__main__":
     if args.labbook:
         scores = {k: v for k, v in result.items() if k != "problems"}
         kind = "data" if args.keep else "eval"
-        record = {"kind": kind, "run_id": f"{kind}-{time.strftime('%y%m%d-%H%M%S')}", "parent": None,
+        record = {"kind": kind, "run_id": f"{kind}-{time.strftime('%y%m%d-%H%M%S')}",
+                  "parent": common.parent_run(folder, adapter),
                   "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "script": "eval_passk", "arm": None,
                   "task": task.name, "model": record_of_model,
                   "data": [{"path": common.short_path(path), "sha256": common.sha256_file(path), "rows": len(rows)}],
                   "seed": args.seed, "config": common.recorded_flags(args),
                   "budget": {"prompts": len(rows), "rollouts": rollouts, "tokens_sampled": result["tokens"],
-                             "tokens_trained": 0, "wall_s": round(time.monotonic() - start, 1)},
+                             "tokens_trained": 0, "wall_s": round(time.monotonic() - start, 1),
+                             "peak_mem_gib": common.peak_mem_gib(device), "cost": None},
                   "losses": {}, "scores": common.finite(scores), "status": "ok", "git": common.git_state(),
                   "versions": common.versions(), "device": common.device_name(device), "notes": args.notes}
         common.append_record(args.labbook, record, f"- {time.strftime('%Y-%m-%d %H:%M')} {said}")

@@ -1294,6 +1294,8 @@ def sentences(study, verdicts, margins, records):
                            f"wall clock, which is not compute; {pair['explains']})")
         short = [f"{steps} steps (tools advise 300)"] if steps and steps < 300 else [f"{steps} steps"] if steps else []
         short += [f"{rows} problems" + (" (500)" if rows < 500 else "")] if rows else []
+        clipped = [m["clip_frac"] for r in c.runs for m in r.metrics if m.get("clip_frac") is not None]
+        short += [f"the clip took {np.mean(clipped):.0%} of the gradients"] if clipped and np.mean(clipped) > .1 else []
         first, lever, rest = "; ".join(clauses).partition(f"; {LEVERS}")   # the levers are named once a sentence
         out.append(f"{c.label}, {seeds_in_words(len(c.runs))}, {', '.join(short)}: {first}{lever}"
                    f"{rest.replace(lever, '') if lever else ''}.")

@@ -129,6 +129,22 @@ def test_a_run_resumed_from_inside_its_folder_keeps_its_name(whole, tmp_path):
     assert ends(tmp_path / "labbook.md")[-2:] == [("start", None), ("run", "ok")]
 
 
+@pytest.mark.parametrize("flag, below", [("--model", "checkpoint"), ("--model", ""), ("--adapter", ""),
+                                         ("--adapter", "checkpoint")])
+def test_a_record_names_the_run_that_its_model_comes_from(flag, below, whole, guesser, tasks, tmp_path):
+    folder, model = whole, []
+    if flag == "--adapter":
+        folder, model = tmp_path / "lora", ["--model", guesser]
+        succeed(*flags(folder, guesser, tasks, "--eval-n", 0, "--max-steps", 1, "--lora-rank", 2))
+    elif not below:   # a model of no run
+        folder = guesser
+    succeed("eval_passk.py", *model, flag, folder / below, "--tasks-dir", tasks, "--n", 1, "--limit", 2, "--max-new", 4,
+            "--labbook", tmp_path / "eval.md")
+    record, = common.read_labbook(tmp_path / "eval.md")[0]
+    assert record["parent"] == (None if folder == guesser else folder.name)
+    assert record["budget"].keys() >= {"peak_mem_gib", "cost"}
+
+
 def test_report_keeps_a_run_that_was_extended_apart_from_shorter_seeds(tmp_path):
     evals = [(0, fake_runs.evaluation([0.3] * 20)), (20, fake_runs.evaluation([0.5] * 20, seed=1))]
     for seed in range(2):

@@ -567,6 +567,19 @@ def test_the_sentence_has_three_clauses_and_numbers(written):
     assert "42 s of generation and 61 s: wall clock, which is not compute; describes, does not explain" in line
 
 
+@pytest.mark.parametrize("share, said", [(0.3, True), (0.05, False)])
+def test_a_clip_that_took_much_of_the_gradient_is_named_in_the_verdict(share, said, tmp_path):
+    evals = [(0, evaluation([0.3] * 20)), (20, evaluation([0.5] * 20, seed=1))]
+    for seed in range(2):
+        fake_run(tmp_path / f"s{seed}", evals, seed=seed, metrics=[{"step": 20, "clip_frac": share}])
+    notes = []
+    study, = report.make_studies(*report.load_all([tmp_path], notes), notes)
+    verdicts = {(c.label, x): v for c in study.conditions for x in study.splits
+                if (v := report.judge_condition(study, c, x))}
+    line, = report.sentences(study, verdicts, {key: (None, "") for key in verdicts}, [])
+    assert ("the clip took 30% of the gradients" in line) == said
+
+
 def test_tables_and_verdicts_are_plain(written):
     out, _ = written
     text = (out / "tables.md").read_text()
