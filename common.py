@@ -495,9 +495,10 @@ def check_room(run, model, row_tokens, rows_a_step, slots=0):
         model.checkpointing = True
         a_token = c.num_hidden_layers * 4 * c.hidden_size + layer + passing
         fixed -= kept
-        run.remark = (f"layers are recomputed in the backward pass: {tokens} tokens keep "
-                      f"{tokens * a_token / GIB:.1f} GiB in place of {tokens * c.num_hidden_layers * layer / GIB:.1f}")
-        print(run.remark)
+        text = (f"layers are recomputed in the backward pass: {tokens} tokens keep {tokens * a_token / GIB:.1f} GiB in "
+                f"place of {tokens * c.num_hidden_layers * layer / GIB:.1f}")
+        print(text)
+        run.remark = "; ".join(x for x in (run.remark, text) if x)
     run.room = {"fixed": fixed, "a_token": a_token, "a_slot": cache / slots if slots else 0, "slots": slots,
                 "free": free}
     if free is not None and fixed + tokens * a_token > free:
@@ -851,8 +852,7 @@ class Run:
                     same.append(("the model's config, tokenizer or chat template", old["settings_sha256"],
                                  config["settings_sha256"]))
                 if old["git"]["commit"] != config["git"]["commit"]:   # engine, envs and this file are not compared
-                    self.remark = "; ".join(x for x in (self.remark, f"begun at commit {old['git']['commit']}, resumed "
-                                                                     f"at {config['git']['commit']}") if x)
+                    self.note(f"begun at commit {old['git']['commit']}, resumed at {config['git']['commit']}")
             except (ValueError, KeyError, TypeError, AttributeError) as e:
                 raise UserError(f"--resume {self.folder}: its config.json is not the one that the run wrote "
                                 f"({type(e).__name__}: {e})") from e
@@ -906,6 +906,11 @@ class Run:
                 "task": getattr(self.args, "task", None), "model": self.model, "data": self.data,
                 "seed": self.args.seed, "config": args, **more, "git": self.config["git"],
                 "versions": self.config["versions"], "device": self.config["device"], "notes": self.args.notes}
+
+    def note(self, text):
+        """Says it, and keeps it for the record."""
+        print(text)
+        self.remark = "; ".join(x for x in (self.remark, text) if x)
 
     def log(self, step, metrics, total, show):
         """Metrics of a step to metrics.jsonl and the terminal; `show` names what the terminal sees, in order."""

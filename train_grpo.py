@@ -276,8 +276,8 @@ if __name__ == "__main__":
           f"{norm} mean"
           + (", one update a rollout: the ratio is 1 and the clip inert" if args.updates_per_rollout == 1 else ""))
     if len(fits) < len(problems):   # refused and counted, never cut: the end of a prompt is its question
-        print(f"refused {len(problems) - len(fits)} of {len(problems)} problems: with --max-new {args.max_new} their "
-              f"prompts do not fit the context of {model.config.max_position_embeddings} tokens")
+        run.note(f"refused {len(problems) - len(fits)} of {len(problems)} problems: with --max-new {args.max_new} "
+                 f"their prompts do not fit the context of {model.config.max_position_embeddings} tokens")
     if args.eval_n and run.evaluation_due(first):
         run.evaluated(first, evaluate())
 

@@ -164,8 +164,8 @@ if __name__ == "__main__":
           f"{args.prompts_per_step} x {args.num_generations} = {rows_a_step} answers a step, lr {lr:g}, "
           f"hint {args.hint!r}")
     if len(fits) < len(problems):   # refused and counted, never cut: the end of a prompt is its question
-        print(f"refused {len(problems) - len(fits)} of {len(problems)} problems: with --max-new {args.max_new} their "
-              f"prompts do not fit the context of {model.config.max_position_embeddings} tokens")
+        run.note(f"refused {len(problems) - len(fits)} of {len(problems)} problems: with --max-new {args.max_new} "
+                 f"their prompts do not fit the context of {model.config.max_position_embeddings} tokens")
     if args.eval_n and run.evaluation_due(first):
         run.evaluated(first, evaluate())
 

@@ -140,7 +140,7 @@ if __name__ == "__main__":
         raise UserError(f"--model {args.model}: no eos_token_id, so that no answer could be taught to end")
 
     end = common.answer_end(tokenizer, model.eos_ids)
-    longest, dropped = min(args.max_length, model.config.max_position_embeddings), []
+    longest = min(args.max_length, model.config.max_position_embeddings)
 
     def encode(path):
         chats, rows = common.read_rows(path, check_row), []
@@ -156,8 +156,7 @@ if __name__ == "__main__":
         for count, why in [(len(rows) - len(fits), f"longer than {longest} tokens"),
                            (len(fits) - len(kept), f"with an answer under {args.min_answer} tokens")]:
             if count:
-                dropped.append(f"{path}: dropped {count} of {len(rows)} rows, {why}")
-                print(dropped[-1])
+                run.note(f"{path}: dropped {count} of {len(rows)} rows, {why}")
         if not fits:
             raise UserError(f"{path}: every row is longer than {longest} tokens (--max-length, or the context)")
         if not kept:
@@ -170,7 +169,6 @@ if __name__ == "__main__":
     optimizer = common.make_optimizer(model, lr, optim=args.optim, seed=args.seed)
     engine = Engine(model, tokenizer, slots=args.slots)
     common.check_room(run, model, max(sum(map(len, r)) for r in rows), args.rows_per_step, args.slots)
-    run.remark = "; ".join(x for x in (run.remark, *dropped) if x)
     first, best = 0, None   # best: step and loss of the lowest validation
     if args.resume:
         state = load_checkpoint(run.folder / "checkpoint", model, optimizer)

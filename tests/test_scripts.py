@@ -408,7 +408,7 @@ def test_over_long_prompts_are_refused_and_counted(guesser, tmp_path):
     for split in ("train", "heldout-same", "heldout-different"):
         write_rows(tasks / f"{split}.jsonl", rows if split == "train" else [problem(9, "9?", 1)])
     got = succeed(*grpo_flags(tmp_path / "run", guesser, tasks, "--max-steps", 2))
-    assert "refused 2 of 5 problems" in got.stdout
+    assert "refused 2 of 5 problems" in got.stdout and "refused 2 of 5" in records(tmp_path / "run")[-1]["notes"]
     seen = {(r["id"], r["prompt_length"]) for r in jsonl(tmp_path / "run" / "samples.jsonl")}
     assert seen == {("p0", 8), ("p2", 10), ("p4", 488)}
     write_rows(tasks / "train.jsonl", rows[1:2])
