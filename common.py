@@ -95,6 +95,8 @@ def fail_in_one_line(run=None, args=None):
 
     def hook(kind, error, trace):
         ignore_signals()   # one more Ctrl-C would leave the run without its record
+        if run is None and issubclass(kind, BrokenPipeError):   # `| head` has seen enough
+            os._exit(141)
         if issubclass(kind, UserError):
             text, code = one_line(str(error)), 2
         elif issubclass(kind, KeyboardInterrupt):

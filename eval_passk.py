@@ -65,6 +65,7 @@ def evaluate(engine, tokenizer, task, rows, n, max_new, ks=None, temperature=1.0
     ci = {k: common.interval(v) for k, v in pass_at.items()}
     result = {
         "task": task.name, "n": n, "limit": len(rows), "temperature": 0.0 if greedy else temperature,
+        "top_p": 1.0,   # the engine samples from the whole distribution
         "greedy": greedy, "max_new": max_new, "seed": seed,
         "template_sha256": common.template_sha256(tokenizer), "extractor": task.extractor,
         "pass_at": {str(k): float(np.mean(v)) for k, v in pass_at.items()},

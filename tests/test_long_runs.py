@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import fake_runs
 import pytest
 import torch
-from helpers import problem, tiny_model, tiny_tokenizer, write_rows
+from helpers import ROOT, problem, script_env, tiny_model, tiny_tokenizer, write_rows
 from launch import jsonl, metrics, refused, run, start
 
 import common
@@ -275,6 +276,15 @@ def test_an_output_folder_that_cannot_be_is_one_line(guesser, tasks, tmp_path):
     refused(run(*flags(tmp_path / ("x" * 300), guesser, tasks)), "--output-dir", "name too long")
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     refused(run(*flags(tmp_path / "gone" / "run", guesser, tasks, labbook=tmp_path / "lb.md")), "cannot be made")
+
+
+def test_a_report_whose_reader_has_seen_enough_ends_quietly(whole):
+    gone, pipe = os.pipe()
+    os.close(gone)
+    done = subprocess.run([sys.executable, ROOT / "report.py", "--check", "--labbook", whole.parent / "labbook.md"],
+                          stdout=pipe, stderr=subprocess.PIPE, env=script_env())
+    os.close(pipe)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize("where", ["template", "train", "labbook"])
