@@ -31,6 +31,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest._io import TerminalWriter
 
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -47,6 +48,11 @@ SPLIT = ("test_smoke.py", "test_scripts.py", "test_grpo.py")   # their fixtures 
 # ----------------------------------------------------------------------------------------------------------------------
 # The runner
 
+class Explainer:
+    """What pytest asks for a writer (it does so by this name) when it explains a comparison that failed."""
+    _tw = TerminalWriter()
+
+
 class Worker:
     """The plugin of one of the pytest processes: runs the tests that it claims, and writes down what became of them."""
 
@@ -54,6 +60,9 @@ class Worker:
         self.device = device   # "gpu" or "cpu" where there is a CUDA GPU
         self.folder, self.number, self.skips, self.failures, self.tests = Path(folder), number, [], [], []
         self.terminal = os.fdopen(os.dup(1), "w")   # pytest captures what is printed
+
+    def pytest_configure(self, config):
+        config.pluginmanager.register(Explainer(), "terminalreporter")
 
     def say(self, text):
         self.terminal.write(text)

@@ -259,7 +259,7 @@ def test_eval_passk_runs_as_it_is(tmp_path, guesser):
 @pytest.mark.slow
 def test_grpo_runs_as_it_is(tmp_path, guesser):
     rows = [row(("x=1", "\\frac{4}{2}")[i % 2], i) for i in range(8)]
-    write_rows(tmp_path / "test.jsonl", rows[:2])
+    write_rows(tmp_path / "test.jsonl", [row("x=1", 8), row("2", 9)])
     flags = ["--model", guesser, "--task", "math500", "--tasks-dir", tmp_path, "--lr", "1e-3", "--max-steps", 2,
              "--prompts-per-step", 4, "--num-generations", 4, "--max-new", 24, "--eval-n", 2, "--device", "cpu",
              "--labbook", tmp_path / "book.md", "--output-dir", tmp_path / "run"]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import EOS, ROOT, problem, read_rows, script_env, tiny_tokenizer, write_rows
+from helpers import EOS, ROOT, problem, read_rows, run_script, script_env, tiny_tokenizer, write_rows
 from launch import FORK, jsonl, metrics, refused, run, start, weights
 from safetensors.torch import load_file, save_file
 
@@ -624,3 +624,19 @@ def test_a_terminal_sees_a_bar_and_a_file_sees_lines(guesser, tasks, tmp_path):
     text = seen.decode(errors="replace")
     assert child.wait() == 0, text[-2000:]
     assert "4/4" in text and "step 2/4" not in text and all(word in text for word in shown), text[-2000:]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The test command
+
+@pytest.mark.slow
+def test_the_test_command_explains_a_failure_and_fails_for_an_odd_skip(tmp_path):
+    def command(text):
+        (tmp_path / "test_some.py").write_text(f"import pytest\n\n\ndef test_some():\n    {text}\n")
+        return run_script("test_smoke.py", tmp_path / "test_some.py", "--workers", 1)
+
+    failed = command("assert [1, 2, 3] == [1, 2, 4]")
+    assert failed.returncode == 1 and "At index 2 diff: 3 != 4" in failed.stdout and "1 failed" in failed.stdout
+    skipped = command("pytest.skip('a Monday')")
+    assert skipped.returncode == 1 and "a Monday" in skipped.stdout
+    assert command("pytest.skip('needs CUDA')").returncode == 0
