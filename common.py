@@ -20,6 +20,7 @@ import re
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -499,8 +500,7 @@ def check_room(run, model, row_tokens, rows_a_step, slots=0):
         fixed -= kept
         text = (f"layers are recomputed in the backward pass: {tokens} tokens keep {tokens * a_token / GIB:.1f} GiB in "
                 f"place of {tokens * c.num_hidden_layers * layer / GIB:.1f}")
-        print(text)
-        run.remark = "; ".join(x for x in (run.remark, text) if x)
+        run.note(text)
     run.room = {"fixed": fixed, "a_token": a_token, "a_slot": cache / slots if slots else 0, "slots": slots,
                 "free": free}
     if free is not None and fixed + tokens * a_token > free:
@@ -785,7 +785,7 @@ STEP_FILES = ("metrics.jsonl", "samples.jsonl", "eval.jsonl", "eval_samples.json
 class Run:
     """
     One run folder. `start` writes the start record; every way out writes the one `run` record: finish, a failure
-    (through the excepthook), or a stop by SIGINT or SIGTERM, which sets `stopped` for the loop to see.
+    (through the excepthook), or a stop by SIGINT, SIGTERM or SIGHUP, which sets `stopped` for the loop to see.
     """
 
     def __init__(self, args, arm):
@@ -798,6 +798,7 @@ class Run:
         fail_in_one_line(self)
         if args.resume:
             self.folder = Path(args.resume).resolve()   # --resume . has a name too
+            self.hold()
         elif args.output_dir:
             self.folder = Path(args.output_dir)
             try:
@@ -821,11 +822,19 @@ class Run:
                 signal.signal(getattr(signal, name), self._on_signal)
 
     def _on_signal(self, number, frame):
-        if self.stopped:   # the second one means now
+        if self.stopped and number == signal.SIGHUP:   # a shell and the kernel send one each
+            return
+        if self.stopped:   # the second one means now, and a third must not end the way out
+            ignore_signals()
             raise KeyboardInterrupt
         self.stopped = signal.Signals(number).name
-        if self.stopped == "SIGHUP":   # the terminal has gone
-            sys.stdout = sys.stderr = open(os.devnull, "w")
+        for name, fd in (("stdout", 1), ("stderr", 2)) if number == signal.SIGHUP else ():
+            try:
+                kept = stat.S_ISREG(os.fstat(fd).st_mode)
+            except OSError:
+                kept = False
+            if not kept:   # the terminal, which has gone, or a pipe to it
+                setattr(sys, name, open(os.devnull, "w"))
         print(f"\n{self.stopped}: the step is finished, then all is saved (once more to stop at once)", flush=True)
 
     def start(self, model, data, device, used, adapter=None):
@@ -842,9 +851,9 @@ class Run:
         config = {"args": vars(self.args), "used": used, "arm": self.arm, "argv": sys.argv[1:], "git": git_state(),
                   "versions": versions(), "device": device_name(device), "model": self.model, "data": self.data,
                   "script_sha256": sha256_file(script),
-                  "settings_sha256": sha256_settings(model, adapter, getattr(self.args, "template", None))}
+                  "settings_sha256": sha256_settings(model or getattr(self.args, "tokenizer", None), adapter,
+                                                     getattr(self.args, "template", None))}
         if self.args.resume:
-            self.hold()
             try:
                 old = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
                 same = [("the script", old["script_sha256"], config["script_sha256"]),
@@ -882,11 +891,13 @@ class Run:
 
     def hold(self):
         """One process a run folder, until it ends: two would write the same rows twice."""
-        self.held = open(self.folder / "config.json", encoding="utf-8")
+        self.held = open(self.folder / "config.json", "r+", encoding="utf-8")   # over NFS only a writer may lock
         try:
             fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             raise UserError(f"--resume {self.folder}: another process is at work in it") from e
+        except OSError as e:
+            raise UserError(f"{self.folder}: its config.json cannot be locked ({e.strerror})") from e
 
     def make_folder(self):
         while True:
@@ -894,7 +905,8 @@ class Run:
                 return self.folder.mkdir(parents=True)
             except FileExistsError as e:
                 if not self.folder.exists():
-                    raise UserError(f"{self.folder}: cannot be made, since {self.folder.parent} is no folder") from e
+                    raise UserError(f"--output-dir {self.folder}: cannot be made (it, or a folder above it, is a link "
+                                    f"that leads nowhere)") from e
                 if self.args.output_dir:
                     raise UserError(f"--output-dir {self.folder} exists; take another") from e
                 self.folder = self.folder.with_name(self.folder.name + "x")   # two runs started in one second
@@ -1079,6 +1091,7 @@ class Run:
         write_json(self.folder / "final.json", record)
         self.held.close()
         if self.wandb:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)   # all is written, and an upload may hang
             self.wandb.finish()
         return record
 
@@ -1101,9 +1114,12 @@ class Run:
         """Called by the excepthook -> what to add to the error line."""
         if not self.started:
             return ""
-        if not self.ended:   # first the labbook, which may lie where there still is room
-            self.end("failed", text)
-        write_text(self.folder / "error.txt", trace)
+        try:
+            if not self.ended:   # first the labbook, which may lie where there still is room
+                self.end("failed", text)
+            write_text(self.folder / "error.txt", trace)
+        except OSError as e:   # not of the labbook, whose own errors are the user's
+            return f" (recorded in {self.args.labbook}; the run folder {self.folder} cannot be written: {e.strerror})"
         where = self.folder / "checkpoint"
         kept = f"; last good checkpoint: {where.resolve().name}" if where.exists() else "; no checkpoint yet"
         return f" (run folder {self.folder}{kept})"
@@ -1504,7 +1520,7 @@ def check_sampler(step, sums, model, rollout, temperature=1.0, few=8):
     The canary of a step's first update, when trainer and sampler still have the same weights: their log-probs of the
     sampled tokens must agree, else the sampler runs on other weights or another distribution (RunError). sums: those of
     the update; where it trained on nothing, `few` rows are scored, since a broken sampler may earn no reward at all.
-    Whether the sampler's weights are the trainer's to the bit, Engine.check_weights asks at each rollout.
+    Engine.check_weights asks at each rollout, to the bit, of what is shared and of one copy in turn.
     """
     if sums.get("tokens"):
         mean = float(sums["mismatch"]) / float(sums["tokens"])

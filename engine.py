@@ -226,7 +226,7 @@ class Engine:
         self.ahead = int(self.device.type == "cuda")        # chunks of steps that run while the host reads another
         self.kv = None                                      # (2, L, S, Hkv, T, D): keys and values
         self.piece_ends = {}                                # stop strings -> which tokens can complete one of them
-        self.calls = 0                                      # of generate
+        self.checks = 0                                     # calls of check_weights
         self.load()
 
     # Weights ----------------------------------------------------------------------------------------------------------
@@ -325,17 +325,17 @@ class Engine:
         """
         RunError where the engine's weights are not the model's: what is shared must lie where the model's does, and at
         each call another one of the copies is made again and compared. Log-probs alone would not tell: in bf16 many
-        small updates hide in the rounding. The head, the last copy and by far the largest, is left out.
+        small updates hide in the rounding. The head, by far the largest, is left out.
         """
         stale = any(getattr(m, name).data_ptr() != view.data_ptr() for m, name, view in self.shared)
-        if some := self.copied[:-1]:
-            mine, modules, name = some[self.calls % len(some)]
+        if some := [copied for copied in self.copied if copied[0] is not self.head]:
+            mine, modules, name = some[self.checks % len(some)]
             again = torch.empty_like(mine)
             self.copy_again(again, modules, name)
             stale |= not torch.equal(again.view(torch.uint8), mine.view(torch.uint8))   # bits, since NaN != NaN
         if stale:
             raise RunError("the sampler's weights are not those of the model: they were not refreshed")
-        self.calls += 1
+        self.checks += 1
 
     # Memory -----------------------------------------------------------------------------------------------------------
 

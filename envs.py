@@ -296,7 +296,8 @@ def load_pool(path, task, tokenizer, model_folder, any_pool=False, adapter=None)
                                                                        task.extractor),
                                ("chat template", meta.get("template_sha256"), common.template_sha256(tokenizer))):
             if was not in (None, now):
-                raise UserError(f"--pool {path}: screened with another {what} ({was[:12]}, here {now[:12]}); {mend}")
+                raise UserError(f"--pool {path}: screened with another {what} ({str(was)[:12]}, here {now[:12]}); "
+                                f"{mend}")
     check_apart(rows, path, task)
     return rows
 

@@ -145,8 +145,8 @@ def load_run(folder, said):
         try:
             run.record = json.loads((folder / "final.json").read_text(encoding="utf-8"))
             run.script = run.record["script"]
-            run.args["max_steps"] = run.record["config"].get("max_steps")   # a resume may have raised it
-        except (OSError, ValueError, KeyError, TypeError) as e:
+            run.args["max_steps"] = run.record["config"]["max_steps"]   # a resume may have raised it
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             run.record = {}
             said.append(f"{folder}: final.json cannot be used ({type(e).__name__}: {e})")
     if not run.record:
@@ -1295,7 +1295,8 @@ def sentences(study, verdicts, margins, records):
         short = [f"{steps} steps (tools advise 300)"] if steps and steps < 300 else [f"{steps} steps"] if steps else []
         short += [f"{rows} problems" + (" (500)" if rows < 500 else "")] if rows else []
         clipped = [m["clip_frac"] for r in c.runs for m in r.metrics if m.get("clip_frac") is not None]
-        short += [f"the clip took {np.mean(clipped):.0%} of the gradients"] if clipped and np.mean(clipped) > .1 else []
+        if clipped and np.mean(clipped) > 0.1:
+            short.append(f"the clip took the gradient of {np.mean(clipped):.0%} of the tokens")
         first, lever, rest = "; ".join(clauses).partition(f"; {LEVERS}")   # the levers are named once a sentence
         out.append(f"{c.label}, {seeds_in_words(len(c.runs))}, {', '.join(short)}: {first}{lever}"
                    f"{rest.replace(lever, '') if lever else ''}.")

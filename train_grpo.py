@@ -9,8 +9,8 @@ GRPO: sample a group of answers to each problem, and push the policy towards tho
 With one update a rollout (the default) rho is exactly 1 and the clip is inert: the loss is then a policy gradient with
 a baseline, its value is near 0 by construction, and what tells that something is learned is the gradient's norm and
 the reward. Groups whose answers all have one reward have no advantage and, without a KL term, are not even computed;
-they stay in the denominator. No value network, no learned reward, no replay; of DAPO (arXiv 2503.14476) neither the
-upper eps of its own nor dynamic sampling nor the overlong penalty (its mean over tokens is --loss-norm token).
+they stay in the denominator. No value network, no learned reward, no replay; of DAPO (arXiv 2503.14476) neither a
+separate upper eps, nor dynamic sampling, nor the overlong penalty (its mean over tokens is --loss-norm token).
 
 The arms differ in reward and advantage alone:
 
@@ -55,7 +55,7 @@ def reward_right(played, args, rng):
 
 
 def reward_short(played, args, rng):
-    """1 - lam L when right, else 0; L <= 1, where an answer that ends on the last token allowed is not truncated."""
+    """1 - lam L when right, else 0; L = length / max_new <= 1 (an answer may end on the last token allowed)."""
     return played.right.float() * (1 - args.lam * played.length / args.max_new)
 
 

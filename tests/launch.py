@@ -47,7 +47,8 @@ class Child:
         else:
             with open(self.out, "wb") as out, open(self.err, "wb") as err:
                 self.process = subprocess.Popen([sys.executable, str(self.script), *self.args], cwd=cwd, stdout=out,
-                                                stderr=err, stdin=subprocess.DEVNULL, env=env)
+                                                stderr=err, stdin=subprocess.DEVNULL, env=env,
+                                                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
             self.pid = self.process.pid
 
     def be_the_script(self, cwd, env):
@@ -60,6 +61,7 @@ class Child:
             sys.excepthook = sys.__excepthook__
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)   # the tests may run under nohup
             os.chdir(cwd)
             os.environ.clear()
             os.environ.update(env)

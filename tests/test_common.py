@@ -979,12 +979,13 @@ def start(tmp_path, monkeypatch):
 
     def make(*argv, begin=True):
         args = common.parse_args(run_parser(), ["--lr", "0.5", "--labbook", book, *map(str, argv)])
-        run = common.Run(args, "grpo")
         for before in last:   # its process is dead
-            before.held.close()
+            if hasattr(before, "held"):
+                before.held.close()
+        run = common.Run(args, "grpo")
+        last.append(run)
         if begin:
             run.start(tiny_folder(tmp_path / "m"), [tasks], torch.device("cpu"), {})
-            last[:] = [run]
         return run
 
     make.book, make.tasks = book, tasks
@@ -1168,7 +1169,6 @@ def test_a_resumed_run_must_meet_the_same_script_model_and_data(tmp_path, start)
     save_model(tiny_model(seed=9), tmp_path / "other")
     with pytest.raises(UserError, match="model has changed"):
         resumed.start(tmp_path / "other", [start.tasks], torch.device("cpu"), {})
-    resumed.held.close()
     config = json.loads((run.folder / "config.json").read_text())
     for broken in ({"args": config["args"]}, {**config, "data": [{}]}, {**config, "data": []},
                    {**config, "model": None}):

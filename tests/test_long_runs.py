@@ -106,6 +106,22 @@ def test_an_evaluation_before_a_kill_is_not_counted_twice_and_the_losses_stay(wh
     assert again["scores"] == final["scores"]
 
 
+def test_the_losses_of_sft_stay_when_a_kill_came_before_the_record(guesser, tasks, tmp_path):
+    rows = [{"prompt": problem(i, f"{i + 50}?", 1)["prompt"],
+             "completion": [{"role": "assistant", "content": "#### 1"}]} for i in range(6)]
+    write_rows(tmp_path / "train.jsonl", rows[:4])
+    write_rows(tmp_path / "valid.jsonl", rows[4:])
+    folder = tmp_path / "run"
+    succeed("train_sft.py", "--model", guesser, "--tasks-dir", tasks, "--data", tmp_path / "train.jsonl", "--valid",
+            tmp_path / "valid.jsonl", "--valid-every", 1, "--lr", "1e-3", "--eval-n", 0, "--max-steps", 2,
+            "--rows-per-step", 2, "--output-dir", folder, "--labbook", tmp_path / "labbook.md")
+    losses = json.loads((folder / "final.json").read_text())["losses"]
+    (folder / "final.json").unlink()
+    succeed("train_sft.py", "--resume", folder, "--labbook", tmp_path / "labbook.md")
+    assert json.loads((folder / "final.json").read_text())["losses"] == losses
+    assert losses["train"] > 0 and losses["valid"] > 0
+
+
 def test_an_evaluation_that_was_torn_between_two_splits_comes_again(whole, tmp_path):
     folder = copy_of(whole, tmp_path)
     (folder / "final.json").unlink()
@@ -127,7 +143,7 @@ def test_an_evaluation_that_was_torn_between_two_splits_comes_again(whole, tmp_p
 def test_a_run_resumed_from_inside_its_folder_keeps_its_name(whole, tmp_path):
     folder = copy_of(whole, tmp_path)
     succeed("train_grpo.py", "--resume", ".", "--max-steps", 5, cwd=folder)
-    assert ends(tmp_path / "labbook.md")[-2:] == [("start", None), ("run", "ok")]
+    assert ends(tmp_path / "labbook.md") == [("start", None), ("run", "ok")] * 2
 
 
 @pytest.mark.parametrize("flag, below", [("--model", "checkpoint"), ("--model", ""), ("--adapter", ""),
@@ -226,11 +242,29 @@ def test_a_terminal_that_goes_stops_a_run_as_ctrl_c_does(guesser, tasks, tmp_pat
     child = start(*flags(tmp_path / "run", guesser, tasks, "--max-steps", 4000))
     child.until(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
     child.kill(signal.SIGHUP)
-    assert child.wait().returncode == 129
+    child.kill(signal.SIGHUP)   # a shell and the kernel send one each
+    assert child.wait().returncode == 129 and "SIGHUP" in child.out.read_text()   # a file takes it still
     final = json.loads((tmp_path / "run" / "final.json").read_text())
     assert (final["status"], final["notes"]) == ("stopped", "SIGHUP")
     saved = torch.load(tmp_path / "run" / "checkpoint" / "resume.pt", weights_only=True)["step"]
     assert saved == metrics(tmp_path / "run")[-1]["step"]
+
+
+def test_a_signal_at_the_very_end_changes_nothing(guesser, tasks, tmp_path):
+    late = tmp_path / "late.py"
+    late.write_text(f"""import os, runpy, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+import common
+write_curves = common.write_curves
+def signals_and_curves(*args):
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+    write_curves(*args)
+common.write_curves = signals_and_curves
+runpy.run_path({str(ROOT / "train_grpo.py")!r}, run_name="__main__")
+""")
+    succeed(late, *flags(tmp_path / "run", guesser, tasks, "--eval-n", 0, "--max-steps", 1)[1:])
+    assert ends(tmp_path / "labbook.md") == [("start", None), ("run", "ok")]
 
 
 def test_nohup_is_heeded(tmp_path):
@@ -255,7 +289,7 @@ def test_a_run_folder_that_is_moved_away_ends_in_the_labbook(guesser, tasks, tmp
     os.rename(tmp_path / "run", tmp_path / "elsewhere")
     got = child.wait()
     assert got.returncode == 1 and len(got.stderr.splitlines()) == 1, got.stderr
-    assert ends(book) == [("start", None), ("run", "failed")]
+    assert f"recorded in {book}; the run folder" in got.stderr and ends(book) == [("start", None), ("run", "failed")]
     assert len(metrics(tmp_path / "elsewhere")) < 4000
 
 
@@ -381,6 +415,26 @@ def test_copies_that_were_not_refreshed_stop_the_rollout(how, monkeypatch):
     with pytest.raises(common.RunError, match="sampler's weights are not those of the model"):
         for _ in range(40):   # another copy at each call
             engine.generate([[5, 6, 7]], 2, max_new=4)
+
+
+def test_each_copy_has_its_turn(monkeypatch):
+    """One weight alone moves, each of the adapted ones once; the shared head of an fp32 model is no copy."""
+    model = tiny_model(scale=2.0)
+    add_lora(model, 2)
+    engine = Engine(model)
+    monkeypatch.setattr(Engine, "refresh", lambda self: None)
+    assert len(engine.copied) == 4 * len(model.model.layers)
+    for _, modules, _ in engine.copied:
+        weight = modules[0].lora_B
+        with torch.no_grad():
+            weight.add_(0.01)
+        with pytest.raises(common.RunError, match="sampler's weights"):
+            for _ in engine.copied:
+                engine.check_weights()
+        with torch.no_grad():
+            weight.zero_()
+    for _ in engine.copied:
+        engine.check_weights()
 
 
 def test_a_diverged_model_is_not_called_stale():

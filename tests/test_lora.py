@@ -283,6 +283,7 @@ def test_memory_and_disk_count_the_trained_weights(monkeypatch, tmp_path):
     def need(model, optim="adamw", slots=0):
         args = types.SimpleNamespace(micro_batch_tokens=1024, keep=1, max_steps=1, optim=optim)
         run = types.SimpleNamespace(args=args, folder=tmp_path, remark="")
+        run.note = types.MethodType(common.Run.note, run)
         monkeypatch.setattr(common, "memory_free", lambda device: (2 ** 40, 2 ** 40))
         common.check_room(run, model, row_tokens=64, rows_a_step=8, slots=slots)
         return run.room["fixed"]

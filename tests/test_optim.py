@@ -206,7 +206,7 @@ def test_a_poisoned_engine_stops_the_training_script(guesser, tasks, tmp_path, m
     monkeypatch.setattr(Engine, "refresh", poisoned)
     monkeypatch.setattr(sys, "argv", [str(a) for a in args])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)   # the script sets it and two signals: put back after
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         with pytest.raises(RunError, match=r"step 1: log-probs of sampler and trainer differ by \d"):
             runpy.run_path(str(helpers.ROOT / "train_grpo.py"), run_name="__main__")
@@ -246,6 +246,7 @@ def room(monkeypatch, tmp_path, free, optim="adamw", slots=0, micro=16384, **siz
     model = helpers.tiny_model(hidden_size=128, intermediate_size=512, num_hidden_layers=8, head_dim=32, **sizes)
     args = types.SimpleNamespace(micro_batch_tokens=micro, keep=1, max_steps=1, optim=optim)
     run = types.SimpleNamespace(args=args, folder=tmp_path, remark="")
+    run.note = types.MethodType(common.Run.note, run)
     monkeypatch.setattr(common, "memory_free", lambda device: (free, free))
     common.check_room(run, model, row_tokens=256, rows_a_step=64, slots=slots)
     return model, run
@@ -293,6 +294,7 @@ def test_the_prediction_is_near_what_a_gpu_took(name, optim, micro, slots, free,
     monkeypatch.setattr(common, "memory_free", lambda device: (free * common.GIB, free * common.GIB))
     args = types.SimpleNamespace(micro_batch_tokens=micro, keep=0, max_steps=0, optim=optim)
     run = types.SimpleNamespace(args=args, folder=tmp_path, remark="")
+    run.note = types.MethodType(common.Run.note, run)
     monkeypatch.setattr(common.shutil, "disk_usage", lambda folder: (2 ** 51, 2 ** 50, 2 ** 50))
     common.check_room(run, model, 1152, 64, slots)
     assert model.checkpointing == (name == "for memory")
@@ -308,6 +310,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_said_before_the_run(free, sa
     checkpoint = 12 * model.num_params()   # weights and two moments in fp32
     args = types.SimpleNamespace(micro_batch_tokens=1024, keep=5, max_steps=0, optim="adamw")
     run = types.SimpleNamespace(args=args, folder=tmp_path, remark="")
+    run.note = types.MethodType(common.Run.note, run)
     for checkpoints in (6, free / 2):   # those that are kept, and one more while it is written
         monkeypatch.setattr(common.shutil, "disk_usage", lambda folder: (2 ** 40, 0, int(checkpoints * checkpoint)))
         if checkpoints == 6:

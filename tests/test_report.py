@@ -577,7 +577,7 @@ def test_a_clip_that_took_much_of_the_gradient_is_named_in_the_verdict(share, sa
     verdicts = {(c.label, x): v for c in study.conditions for x in study.splits
                 if (v := report.judge_condition(study, c, x))}
     line, = report.sentences(study, verdicts, {key: (None, "") for key in verdicts}, [])
-    assert ("the clip took 30% of the gradients" in line) == said
+    assert ("the clip took the gradient of 30% of the tokens" in line) == said
 
 
 def test_tables_and_verdicts_are_plain(written):

@@ -508,7 +508,7 @@ def test_two_runs_of_one_second_get_two_folders(guesser, tasks, tmp_path):
     args = common.Parser()
     common.add_run_flags(args)
     args = common.parse_args(args, ["--labbook", str(book)])
-    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)], sys.excepthook
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}, sys.excepthook
     try:
         runs = [common.Run(args, "twin") for _ in range(3)]
         for one in runs:
@@ -516,8 +516,8 @@ def test_two_runs_of_one_second_get_two_folders(guesser, tasks, tmp_path):
             one.make_folder()
             made.append(one.folder)
     finally:
-        signal.signal(signal.SIGINT, before[0][0])
-        signal.signal(signal.SIGTERM, before[0][1])
+        for number, handler in before[0].items():
+            signal.signal(number, handler)
         sys.excepthook = before[1]
     assert len(set(made)) == 3 and all(p.is_dir() for p in made)
 

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 
 def run_here(script, *args):
     """-> exit code and what was printed."""
-    before = sys.argv, sys.excepthook, {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    before = sys.argv, sys.excepthook, {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM,
+                                                                                signal.SIGHUP)}
     out = io.StringIO()
     sys.argv = [str(ROOT / script), *map(str, args)]
     try:
