@@ -899,6 +899,11 @@ class Run:
         except OSError as e:
             raise UserError(f"{self.folder}: its config.json cannot be locked ({e.strerror})") from e
 
+    def check_folder(self):
+        """A checkpoint would make a folder that was moved away anew, without its beginning."""
+        if not (self.folder / "config.json").exists():
+            raise RunError(f"{self.folder}: the run folder was moved or removed")
+
     def make_folder(self):
         while True:
             try:
@@ -929,8 +934,7 @@ class Run:
     def log(self, step, metrics, total, show):
         """Metrics of a step to metrics.jsonl and the terminal; `show` names what the terminal sees, in order."""
         self.last = metrics
-        if not (self.folder / "config.json").exists():   # a checkpoint would make a new one, without a beginning
-            raise RunError(f"{self.folder}: the run folder was moved or removed")
+        self.check_folder()
         append_jsonl(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
         line = "  ".join(f"{k} {metrics[k]:.4g}" for k in show if metrics.get(k) is not None)
         if self.wandb:
@@ -975,6 +979,7 @@ class Run:
         oldest: whoever is killed at any moment finds a whole checkpoint behind the link.
         """
         name = f"checkpoint-{step:06d}"
+        self.check_folder()
         shutil.rmtree(self.folder / name, ignore_errors=True)
         save_checkpoint(self.folder / name)
         self.point("checkpoint", name)
