@@ -87,6 +87,17 @@ def ignore_signals():
         signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
+def leave_terminal():
+    """After it has gone: what still goes to it, or to a pipe of it, goes nowhere; files get what is said as before."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        try:
+            kept = stat.S_ISREG(os.fstat(fd).st_mode)
+        except OSError:
+            kept = False
+        if not kept:
+            setattr(sys, name, open(os.devnull, "w"))
+
+
 def fail_in_one_line(run=None, args=None):
     """
     Every exception that reaches the top ends in one line and an exit code; a run's record is written first. args: the
@@ -828,13 +839,8 @@ class Run:
             ignore_signals()
             raise KeyboardInterrupt
         self.stopped = signal.Signals(number).name
-        for name, fd in (("stdout", 1), ("stderr", 2)) if number == signal.SIGHUP else ():
-            try:
-                kept = stat.S_ISREG(os.fstat(fd).st_mode)
-            except OSError:
-                kept = False
-            if not kept:   # the terminal, which has gone, or a pipe to it
-                setattr(sys, name, open(os.devnull, "w"))
+        if number == signal.SIGHUP:
+            leave_terminal()
         print(f"\n{self.stopped}: the step is finished, then all is saved (once more to stop at once)", flush=True)
 
     def start(self, model, data, device, used, adapter=None):
@@ -891,8 +897,8 @@ class Run:
 
     def hold(self):
         """One process a run folder, until it ends: two would write the same rows twice."""
-        self.held = open(self.folder / "config.json", "r+", encoding="utf-8")   # over NFS only a writer may lock
         try:
+            self.held = open(self.folder / "config.json", "r+", encoding="utf-8")   # over NFS only a writer may lock
             fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             raise UserError(f"--resume {self.folder}: another process is at work in it") from e
@@ -953,12 +959,11 @@ class Run:
         Keeps one evaluation, {split: result of evaluate()}: in eval.jsonl, its answers in eval_samples.jsonl, its
         scores in the record.
         """
-        # one that a kill came after is made again, for the record, and is written already
-        for split, r in results.items() if step not in self.seen else ():   # the prompts of a split are in its file
-            append_jsonl(self.folder / "eval_samples.jsonl", [
-                {"step": step, "split": split, **a, "ids": a["ids"][a["prompt_length"]:]}
-                for a in r.get("samples", [])])
-        if step not in self.seen:
+        if step not in self.seen:   # else it was written before a kill, and is made again for the record alone
+            for split, r in results.items():   # the prompts of a split are in its file
+                append_jsonl(self.folder / "eval_samples.jsonl", [
+                    {"step": step, "split": split, **a, "ids": a["ids"][a["prompt_length"]:]}
+                    for a in r.get("samples", [])])
             append_jsonl(self.folder / "eval.jsonl", [
                 {"step": step, "split": s, **{k: v for k, v in r.items() if k != "samples"}}
                 for s, r in results.items()])
@@ -1064,14 +1069,17 @@ class Run:
             if not path.exists():
                 continue
             lines = path.read_text(encoding="utf-8").split("\n")[:-1]   # behind the last \n: a torn row
-            rows = [(row, line + "\n") for line in lines if (row := json.loads(line))["step"] <= step]
+            steps = [json.loads(line)["step"] for line in lines]
+            rows = [(s, line + "\n") for s, line in zip(steps, lines) if s <= step]
             if name == "eval.jsonl":
-                splits = {row["step"]: {r["split"] for r, _ in rows if r["step"] == row["step"]} for row, _ in rows}
+                splits = {s: set() for s, _ in rows}
+                for s, line in rows:
+                    splits[s].add(json.loads(line)["split"])
                 self.seen = {s for s, has in splits.items() if has == set().union(*splits.values())}
             if name.startswith("eval"):
-                rows = [(row, line) for row, line in rows if row["step"] in self.seen]
+                rows = [(s, line) for s, line in rows if s in self.seen]
             if name == "metrics.jsonl" and rows:
-                self.last = {k: v for k, v in rows[-1][0].items() if k != "step"}
+                self.last = {k: v for k, v in json.loads(rows[-1][1]).items() if k != "step"}
             write_text(path, "".join(line for _, line in rows))
 
     def wall_s(self):
@@ -1241,9 +1249,6 @@ def load_tokenizer(folder, template=None):
     return tokenizer
 
 
-FIXED = {"date_string": "26 Jul 2024"}   # Llama's templates take the day's date else: other prompts tomorrow
-
-
 def template_sha256(tokenizer):
     return hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
 
@@ -1251,7 +1256,8 @@ def template_sha256(tokenizer):
 def encode_prompt(tokenizer, messages):
     """Chat messages -> ids up to where the answer starts. Every prompt of every script is made here."""
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **FIXED)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
+                                             date_string="26 Jul 2024")   # Llama's take the day's, which changes
     except Exception as e:   # jinja has its own error classes
         raise UserError(f"the chat template cannot render {json.dumps(messages)[:80]} ({e})") from e
     return tokenizer(text, add_special_tokens=False)["input_ids"]   # the template wrote the special tokens already
@@ -1260,18 +1266,6 @@ def encode_prompt(tokenizer, messages):
 def encode_completion(tokenizer, text, eos_id):
     """An answer as training text -> its ids and the id that ends it."""
     return tokenizer(text, add_special_tokens=False)["input_ids"] + [eos_id]
-
-
-def answer_end(tokenizer, eos_ids):
-    """Of the ids that end an answer the one that the chat template writes behind it; the first if it writes none."""
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False, **FIXED)
-    except Exception:   # a template for questions alone
-        return eos_ids[0]
-    ids, prompt = tokenizer(text, add_special_tokens=False)["input_ids"], encode_prompt(tokenizer, chat[:1])
-    behind = ids[len(prompt):] if ids[:len(prompt)] == prompt else ids
-    return next((i for i in behind if i in eos_ids), eos_ids[0])
 
 
 def prompt_number(name):

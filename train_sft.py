@@ -79,6 +79,17 @@ def check_row(row):
                          "are answers")
 
 
+def answer_end(tokenizer, eos_ids):
+    """Of the ids that end an answer the one that the chat template writes behind it; the first if it writes none."""
+    chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    try:
+        question, whole = common.encode_prompt(tokenizer, chat[:1]), common.encode_prompt(tokenizer, chat)
+    except UserError:   # a template for one question
+        return eos_ids[0]
+    behind = whole[len(question):] if whole[:len(question)] == question else whole
+    return next((i for i in behind if i in eos_ids), eos_ids[0])
+
+
 def encode_row(tokenizer, row, eos_id):
     """
     A row -> lists of ids, in turn read and trained: (prompt, answer) or, for a chat, (prompt, answer, what comes
@@ -139,7 +150,7 @@ if __name__ == "__main__":
     if not model.eos_ids:
         raise UserError(f"--model {args.model}: no eos_token_id, so that no answer could be taught to end")
 
-    end = common.answer_end(tokenizer, model.eos_ids)
+    end = answer_end(tokenizer, model.eos_ids)
     longest = min(args.max_length, model.config.max_position_embeddings)
 
     def encode(path):

@@ -23,6 +23,7 @@ import common
 import report
 from engine import Engine
 from model import add_lora
+from train_sft import answer_end
 
 torch.set_num_threads(1)
 
@@ -306,6 +307,12 @@ def test_a_record_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path, monkeyp
     assert book.read_bytes() == before
 
 
+def test_a_run_folder_that_cannot_be_locked_is_one_line(tmp_path):
+    (tmp_path / "config.json").mkdir()   # root may write any file, so a folder stands for one that is read-only
+    with pytest.raises(common.UserError, match="cannot be locked .Is a directory"):
+        common.Run.hold(SimpleNamespace(folder=tmp_path))
+
+
 def test_an_output_folder_that_cannot_be_is_one_line(guesser, tasks, tmp_path):
     refused(run(*flags(tmp_path / ("x" * 300), guesser, tasks)), "--output-dir", "name too long")
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
@@ -371,11 +378,11 @@ def test_an_answer_ends_with_the_token_that_the_template_writes():
     tokenizer = tiny_tokenizer()
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     other = tokenizer.convert_tokens_to_ids("<|pad|>")
-    assert common.answer_end(tokenizer, (other, end)) == end
+    assert answer_end(tokenizer, (other, end)) == end
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    assert common.answer_end(tokenizer, (other, end)) == other
+    assert answer_end(tokenizer, (other, end)) == other
     tokenizer.chat_template = "{{ raise_exception('questions alone') }}"
-    assert common.answer_end(tokenizer, (other, end)) == other
+    assert answer_end(tokenizer, (other, end)) == other
 
 
 def test_sft_teaches_that_token(guesser, tasks, tmp_path):
